@@ -1,0 +1,1 @@
+"""Optimizers on flat fp32 tensors, clipping and learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""Recipes: the only place that joins a model with parallelism."""

@@ -1,0 +1,1 @@
+"""ZeRO: flat buckets and data-parallel reduction (stage 0)."""
