@@ -1,0 +1,42 @@
+"""Text data: corpora, tokenizers, packing and a loader that can be restored at any sample (numpy only)."""
+
+from ms_zero.data.corpus import Corpus, Document, Omission, file_corpus, split_documents, stdlib_corpus
+from ms_zero.data.cursor import Cursor, check_cursor
+from ms_zero.data.fingerprint import fingerprint
+from ms_zero.data.loader import Batch, Dataset, Loader
+from ms_zero.data.packing import (
+    IGNORED_LABEL,
+    PackedDataset,
+    Sample,
+    TokenStream,
+    tokenize,
+    unigram_entropy,
+)
+from ms_zero.data.text import TextData, load_text
+from ms_zero.data.tokenizer import ByteTokenizer, Tokenizer, get_tokenizer
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "Cursor",
+    "Dataset",
+    "Document",
+    "Loader",
+    "Omission",
+    "PackedDataset",
+    "Sample",
+    "TextData",
+    "TokenStream",
+    "Tokenizer",
+    "check_cursor",
+    "file_corpus",
+    "fingerprint",
+    "get_tokenizer",
+    "load_text",
+    "split_documents",
+    "stdlib_corpus",
+    "tokenize",
+    "unigram_entropy",
+]

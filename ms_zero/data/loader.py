@@ -1,0 +1,123 @@
+"""Which sample goes where: a deterministic order that does not depend on the layout.
+
+Training consumes an endless sequence of samples, numbered from 0. Number s is in epoch ``s // N`` of a
+dataset of N samples, at place ``s % N`` of that epoch's own order. The loader keeps no position: the count of
+consumed samples is the whole state, so a run can go on from any sample, with any data-parallel degree or batch
+size.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ms_zero import rng
+from ms_zero.data.cursor import Cursor, check_cursor
+from ms_zero.data.packing import Sample
+
+
+class Dataset(Protocol):
+    """A finite, indexed set of samples of equal length."""
+
+    @property
+    def seq_len(self) -> int:
+        """Positions per sample."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, ``0 <= index < len(self)``."""
+        ...
+
+
+class Batch(NamedTuple):
+    """Consecutive samples of the sequence.
+
+    Attributes:
+        input_ids: int32[B, T].
+        labels: int32[B, T], -100 where a position does not count in the loss.
+        sample_numbers: int64[B], the place of each row in the sequence.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    sample_numbers: np.ndarray
+
+
+class Loader:
+    """Reads a dataset as an endless sequence of samples, each exactly once per epoch."""
+
+    def __init__(
+        self, dataset: Dataset, *, seed: int, fingerprint: str, corpus: str = "", shuffle: bool = True
+    ) -> None:
+        """Read `dataset`, which holds at least one sample.
+
+        Args:
+            dataset: the samples.
+            seed: with `shuffle`, the order of an epoch depends only on the seed and the number of the epoch.
+            fingerprint: identity of the samples, for cursors.
+            corpus: where they come from, for messages.
+            shuffle: False reads every epoch in dataset order, as for validation.
+        """
+        assert len(dataset) > 0, "a loader needs samples"
+        self.dataset = dataset
+        self._seed, self._shuffle = seed, shuffle
+        self._fingerprint, self._corpus = fingerprint, corpus
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return len(self.dataset)
+
+    def index_of(self, sample_number: int) -> int:
+        """Dataset index of a place in the sequence of samples."""
+        epoch, place = divmod(sample_number, len(self.dataset))
+        return int(self._epoch_order(epoch)[place]) if self._shuffle else place
+
+    def batch(self, consumed: int, count: int) -> Batch:
+        """Samples number `consumed` to ``consumed + count - 1``; `count` is at least 1."""
+        assert consumed >= 0 and count >= 1, f"{count} samples after {consumed}"
+        numbers = range(consumed, consumed + count)
+        samples = [self.dataset.sample(self.index_of(number)) for number in numbers]
+        return Batch(
+            np.stack([sample.input_ids for sample in samples]),
+            np.stack([sample.labels for sample in samples]),
+            np.array(numbers, dtype=np.int64),
+        )
+
+    def microbatch(
+        self, consumed: int, micro_index: int, dp_rank: int, dp_degree: int, micro_batch_size: int
+    ) -> Batch:
+        """Micro-batch `micro_index` of the step that starts after `consumed` samples, for one rank.
+
+        Over all ranks and over micro indices ``0 .. m-1`` the batches hold samples ``consumed`` to
+        ``consumed + m * dp_degree * micro_batch_size - 1``, each once.
+        """
+        assert micro_index >= 0, f"micro index {micro_index}"
+        assert 0 <= dp_rank < dp_degree, f"data-parallel rank {dp_rank} of {dp_degree}"
+        start = (micro_index * dp_degree + dp_rank) * micro_batch_size
+        return self.batch(consumed + start, micro_batch_size)
+
+    def cursor(self, consumed: int) -> dict[str, int | str]:
+        """What a checkpoint stores to go on after `consumed` samples, as a JSON object."""
+        return self._cursor(consumed).state()
+
+    def check_cursor(self, state: Mapping[str, Any]) -> int:
+        """The consumed samples of a stored cursor.
+
+        Raises:
+            UserError: the cursor is damaged or belongs to another sequence of samples: another corpus, split,
+                tokenizer, seed or sample length.
+        """
+        return check_cursor(state, self._cursor(0))
+
+    def _cursor(self, consumed: int) -> Cursor:
+        return Cursor(consumed, self._fingerprint, self._seed, self.dataset.seq_len, self._corpus)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """The order of one epoch; only the last one asked for is kept, since reading moves forward."""
+        if epoch != self._epoch:
+            self._order = rng.permutation(self._seed, f"data order/epoch {epoch}", len(self.dataset))
+            self._epoch = epoch
+        return self._order
