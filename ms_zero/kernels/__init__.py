@@ -1,0 +1,21 @@
+"""Compute kernels: one face an operation, the implementation chosen by device target at construction."""
+
+from ms_zero.kernels.activation import GELU, SwiGLU
+from ms_zero.kernels.attention import CausalAttention
+from ms_zero.kernels.linear import Linear
+from ms_zero.kernels.loss import CrossEntropySum
+from ms_zero.kernels.norm import LayerNorm, RMSNorm
+from ms_zero.kernels.optimizer import adamw_update, sgd_update, sum_of_squares
+
+__all__ = [
+    "GELU",
+    "CausalAttention",
+    "CrossEntropySum",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "SwiGLU",
+    "adamw_update",
+    "sgd_update",
+    "sum_of_squares",
+]

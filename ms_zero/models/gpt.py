@@ -1,0 +1,197 @@
+"""GPT: learned positions, pre-LayerNorm, GELU, optionally tied output head (Radford et al. 2019)."""
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from ms_zero import kernels
+from ms_zero.errors import UserError
+from ms_zero.models.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    merge_heads,
+    name_parameters_by_path,
+    split_heads,
+)
+
+
+class GPTAttention(nn.Cell):
+    """Causal multi-head self-attention with biases on all four projections."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, init_std: float, residual_std: float, target: str | None
+    ) -> None:
+        super().__init__()
+        self.head_dim = hidden_size // num_heads
+        self.q_proj = Linear(hidden_size, hidden_size, bias=True, init_std=init_std)
+        self.k_proj = Linear(hidden_size, hidden_size, bias=True, init_std=init_std)
+        self.v_proj = Linear(hidden_size, hidden_size, bias=True, init_std=init_std)
+        self.c_proj = Linear(hidden_size, hidden_size, bias=True, init_std=residual_std)
+        self.attention = kernels.CausalAttention(1.0 / math.sqrt(self.head_dim), target)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]."""
+        # The number of heads follows from the width of the projections.
+        q = split_heads(self.q_proj(x), self.head_dim)
+        k = split_heads(self.k_proj(x), self.head_dim)
+        v = split_heads(self.v_proj(x), self.head_dim)
+        return self.c_proj(merge_heads(self.attention(q, k, v)))
+
+
+class GPTMLP(nn.Cell):
+    """Two projections with a GELU between them."""
+
+    def __init__(
+        self, hidden_size: int, ffn_size: int, *, init_std: float, residual_std: float, target: str | None
+    ) -> None:
+        super().__init__()
+        self.c_fc = Linear(hidden_size, ffn_size, bias=True, init_std=init_std)
+        self.act = kernels.GELU(target)
+        self.c_proj = Linear(ffn_size, hidden_size, bias=True, init_std=residual_std)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]."""
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class GPTBlock(nn.Cell):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        ffn_size: int,
+        *,
+        norm_eps: float,
+        init_std: float,
+        residual_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        stds = {"init_std": init_std, "residual_std": residual_std}
+        self.ln_1 = LayerNorm(hidden_size, eps=norm_eps)
+        self.attn = GPTAttention(hidden_size, num_heads, target=target, **stds)
+        self.ln_2 = LayerNorm(hidden_size, eps=norm_eps)
+        self.mlp = GPTMLP(hidden_size, ffn_size, target=target, **stds)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Positions(nn.Cell):
+    """The positions 0 ... T-1 of a sequence, at most `max_seq_len` of them."""
+
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__()
+        cache: dict[int, Tensor] = {}
+
+        def positions(length: int) -> Tensor:
+            if length > max_seq_len:
+                raise UserError(
+                    f"model: a sequence of {length} tokens exceeds max_seq_len {max_seq_len}: "
+                    f"shorten it or raise max_seq_len"
+                )
+            if length not in cache:
+                cache[length] = Tensor(np.arange(length, dtype=np.int32))
+            return cache[length]
+
+        # constexpr: called as Python in both modes (at compile time in graph mode).
+        self.positions = ms.constexpr(positions)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """Return int32 [T] for input_ids [B, T]."""
+        return self.positions(input_ids.shape[-1])
+
+
+class GPTTransformer(nn.Cell):
+    """Embeddings, blocks and final norm."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        max_seq_len: int,
+        norm_eps: float,
+        init_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        self.wte = Embedding(vocab_size, hidden_size, init_std=init_std)
+        self.wpe = Embedding(max_seq_len, hidden_size, init_std=init_std)
+        self.positions = Positions(max_seq_len)
+        blocks = [
+            GPTBlock(
+                hidden_size,
+                num_heads,
+                ffn_hidden_size,
+                norm_eps=norm_eps,
+                init_std=init_std,
+                residual_std=init_std / math.sqrt(2 * num_layers),
+                target=target,
+            )
+            for _ in range(num_layers)
+        ]
+        self.h = nn.CellList(blocks)
+        self.ln_f = LayerNorm(hidden_size, eps=norm_eps)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """Map int32 ids [B, T] to hidden states [B, T, H]."""
+        x = self.wte(input_ids) + self.wpe(self.positions(input_ids))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
+class GPT(nn.Cell):
+    """GPT language model: int32 input_ids [B, T] -> fp32 logits [B, T, vocab_size].
+
+    Parameters are created without storage; see `ms_zero.models.initialise`. target: device target of the
+    kernels, None for the current one. Raises UserError when num_heads does not divide hidden_size and, when
+    called, for T > max_seq_len.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        max_seq_len: int,
+        norm_eps: float = 1e-5,
+        init_std: float = 0.02,
+        tie_embeddings: bool = True,
+        target: str | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise UserError(f"model: num_heads {num_heads} does not divide hidden_size {hidden_size}")
+        self.transformer = GPTTransformer(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            ffn_hidden_size=ffn_hidden_size,
+            max_seq_len=max_seq_len,
+            norm_eps=norm_eps,
+            init_std=init_std,
+            target=target,
+        )
+        shared = self.transformer.wte.weight if tie_embeddings else None
+        self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
+        name_parameters_by_path(self)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.lm_head(self.transformer(input_ids)).astype(ms.float32)
