@@ -9,7 +9,7 @@ square root, scaling by powers of two): no libm, hence the same bits on every pl
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,17 +19,12 @@ _CHUNK = 1 << 14  # elements in flight: the scratch arrays stay in the cache
 
 def uniform_bits(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements `start`..`stop` of the stream (seed, name): uint64[stop - start], uniform over all values."""
-    assert 0 <= start <= stop, f"slice {start}:{stop} of stream {name!r}"
-    skip = start % _WORDS
-    return _generator(seed, name, start // _WORDS).random_raw(skip + stop - start)[skip:]
+    return _generator(seed, name, start, stop).random_raw(stop - start)
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """float32[stop - start], uniform over the multiples of 2**-24 in [0, 1)."""
-    out = np.empty(stop - start, dtype=np.float32)
-    for at, bits in _chunks(seed, name, start, stop):
-        out[at : at + bits.size] = (bits >> np.uint64(40)) * 2.0**-24
-    return out
+    return _convert(seed, name, start, stop, lambda bits: (bits >> np.uint64(40)) * 2.0**-24)
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
@@ -39,10 +34,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     Wichura's PPND7 ("Algorithm AS 241", Applied Statistics 37, 1988), relative error about 1e-7. The largest
     magnitude is 8.2, that of probability 2**-53.
     """
-    out = np.empty(stop - start, dtype=np.float32)
-    for at, bits in _chunks(seed, name, start, stop):
-        out[at : at + bits.size] = _inverse_normal(bits)
-    return out
+    return _convert(seed, name, start, stop, _inverse_normal)
 
 
 def permutation(seed: int, name: str, n: int) -> np.ndarray:
@@ -50,18 +42,26 @@ def permutation(seed: int, name: str, n: int) -> np.ndarray:
     return np.argsort(uniform_bits(seed, name, 0, n), kind="stable").astype(np.int64, copy=False)
 
 
-def _generator(seed: int, name: str, counter: int) -> np.random.Philox:
-    digest = hashlib.sha256(f"ms_zero rng 1\0{seed}\0{name}".encode()).digest()
-    return np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8"), counter=counter)
-
-
-def _chunks(seed: int, name: str, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The bits of ``start .. stop`` in pieces, each with its position relative to `start`."""
+def _generator(seed: int, name: str, start: int, stop: int) -> np.random.Philox:
+    """The stream (seed, name), about to give element `start`."""
     assert 0 <= start <= stop, f"slice {start}:{stop} of stream {name!r}"
-    generator = _generator(seed, name, start // _WORDS)
+    digest = hashlib.sha256(f"ms_zero rng 1\0{seed}\0{name}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype="<u8")
+    generator = np.random.Philox(key=key, counter=start // _WORDS)
     generator.random_raw(start % _WORDS)
-    for at in range(0, stop - start, _CHUNK):
-        yield at, generator.random_raw(min(_CHUNK, stop - start - at))
+    return generator
+
+
+def _convert(
+    seed: int, name: str, start: int, stop: int, convert: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """float32[stop - start]: `convert` applied to the bits, a chunk at a time."""
+    generator = _generator(seed, name, start, stop)
+    out = np.empty(stop - start, dtype=np.float32)
+    for at in range(0, out.size, _CHUNK):
+        part = out[at : at + _CHUNK]
+        part[:] = convert(generator.random_raw(part.size))
+    return out
 
 
 def _inverse_normal(bits: np.ndarray) -> np.ndarray:

@@ -201,7 +201,8 @@ def _read_text(path: Path) -> str:
 
 def _position(name: str) -> float:
     """A number in [0, 1) that depends only on `name`, uniform over names."""
-    return (int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") >> 11) * 2.0**-53
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()  # file names may be any bytes
+    return (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53
 
 
 def _split_advice(documents: Sequence[Document], fraction: float, missing: str) -> str:

@@ -26,6 +26,6 @@ def fingerprint(parts: Mapping[str, Sequence[Document]], tokenizer: Tokenizer) -
         add(part.encode())
         digest.update(len(documents).to_bytes(8, "little"))
         for document in documents:
-            add(document.name.encode(errors="surrogateescape"))  # file names may be any bytes
+            add(document.name.encode(errors="surrogateescape"))
             add(document.text.encode())
     return digest.hexdigest()

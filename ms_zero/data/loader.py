@@ -2,8 +2,7 @@
 
 Training consumes an endless sequence of samples, numbered from 0. Number s is in epoch ``s // N`` of a
 dataset of N samples, at place ``s % N`` of that epoch's own order. The loader keeps no position: the count of
-consumed samples is the whole state, so a run can go on from any sample, with any data-parallel degree or batch
-size.
+consumed samples is the whole state, so a run can go on from any sample with any data-parallel degree.
 """
 
 from collections.abc import Mapping
