@@ -1,0 +1,109 @@
+"""The only home of private MindSpore API. Every item below was checked on MindSpore 2.10.0.
+
+When MindSpore is upgraded, run ``tests/test_compat.py`` first: it exercises each item on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import mindspore
+from mindspore import Tensor
+from mindspore import _c_expression as _c
+from mindspore.common._grad_function import _Function
+from mindspore.communication import GlobalComm
+from mindspore.communication.management import _init_with_store
+from mindspore.graph.api import _no_grad, _pynative_executor
+from mindspore.mint import distributed as _dist
+from mindspore.mint.distributed import distributed as _dist_module
+
+#: Base class of a custom differentiable function: static ``forward(ctx, ...)`` and ``backward(ctx, *grads)``.
+#: PyNative only. Checked on 2.10.0: ``mindspore.common._grad_function._Function``.
+function_class = _Function
+
+#: Context manager: operations inside are not recorded. Checked on 2.10.0: ``mindspore.graph.api._no_grad``.
+no_grad = _no_grad
+
+
+@contextmanager
+def tape() -> Iterator[None]:
+    """Record operations for :func:`backward`.
+
+    Several recorded graphs may be alive at once (a pipeline runs forward of several microbatches first).
+    Checked on 2.10.0: the grad flags of ``_pynative_executor``.
+    """
+    grad_flag, enable_grad = _pynative_executor.grad_flag(), _pynative_executor.enable_grad()
+    _pynative_executor.set_grad_flag(True)
+    _pynative_executor.set_enable_grad(True)
+    try:
+        yield
+    finally:
+        _pynative_executor.set_grad_flag(grad_flag)
+        _pynative_executor.set_enable_grad(enable_grad)
+
+
+def backward(
+    outputs: Tensor | Sequence[Tensor],
+    grads: Tensor | Sequence[Tensor] | None = None,
+    inputs: Sequence[Tensor] = (),
+    keep_graph: bool = False,
+) -> None:
+    """Back-propagate from `outputs` and add to ``._grad`` of the leaves.
+
+    Leaves are Parameters and tensors with ``requires_grad``; with `inputs`, only those. `grads` are the
+    gradients of the outputs (None: ones, for scalars). The recorded graph is freed unless `keep_graph`.
+    Accumulation into ``._grad`` is out of place. May be called inside ``function_class.backward``.
+    Checked on 2.10.0: ``mindspore._c_expression.run_backward``.
+    """
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    if grads is not None:
+        grads = tuple(grads) if isinstance(grads, (tuple, list)) else (grads,)
+    _c.run_backward(tuple(outputs), grads, keep_graph, False, tuple(inputs), True, accumulate_grad=True)
+
+
+def launch_blocking() -> None:
+    """Run each operation at once, in the calling thread.
+
+    On CPU this is about twice as fast for one process (no queue threads that spin), far faster for several
+    processes on few cores, and an error is raised by the operation that caused it.
+    Checked on 2.10.0: ``mindspore.runtime.launch_blocking``.
+    """
+    mindspore.runtime.launch_blocking()
+
+
+def device_target() -> str:
+    """The device that operations run on: "CPU", "Ascend" or "GPU"."""
+    return mindspore.get_context("device_target")
+
+
+def world_group_name() -> str:
+    """Name of the framework's world group, after the backend was initialised.
+
+    Checked on 2.10.0: ``GlobalComm.WORLD_COMM_GROUP`` ("mccl_world_group" on CPU).
+    """
+    return GlobalComm.WORLD_COMM_GROUP
+
+
+def fix_world_group_cache(rank: int, world_size: int) -> None:
+    """Tell ``mint.distributed`` the rank and size of its world group on CPU.
+
+    ``send`` and others look up "hccl_world_group" whatever the backend, and fail on CPU unless the cache
+    already has an entry. Checked on 2.10.0: ``mint.distributed.distributed._GROUP_{RANK,SIZE}_CACHE``.
+    """
+    _dist_module._GROUP_RANK_CACHE["hccl_world_group"] = rank
+    _dist_module._GROUP_SIZE_CACHE["hccl_world_group"] = world_size
+
+
+def init_with_store(rank: int, world_size: int, port: int, timeout_s: float = 60.0) -> None:
+    """Join the CPU workers of this machine without a scheduler process (rank 0 serves on 127.0.0.1:`port`).
+
+    Only for tests: `launch` uses msrun. Checked on 2.10.0: ``communication.management._init_with_store``.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = _dist.TCPStore(
+        "127.0.0.1", port, world_size=world_size, is_master=rank == 0, timeout=timeout
+    )
+    _init_with_store(backend="mccl", timeout=timeout, world_size=world_size, rank=rank, store=store)
+    fix_world_group_cache(rank, world_size)
