@@ -1,0 +1,52 @@
+"""Run configs: typed frozen sections, strict loading, rules with ids.
+
+`load_config` is the way in. Sections hold concrete values only; what is written as `auto` is resolved while
+loading. Imports neither mindspore nor numpy.
+"""
+
+from ms_zero.config.explanations import Explanation
+from ms_zero.config.findings import ConfigError, Finding
+from ms_zero.config.load import Loaded, load_config
+from ms_zero.config.mesh import mesh_of
+from ms_zero.config.render import dump, render_effective
+from ms_zero.config.rules import EXPLANATIONS, RULES, Rule
+from ms_zero.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    GPTConfig,
+    HardwareConfig,
+    LlamaConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimConfig,
+    ParallelConfig,
+    RopeScaling,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "EXPLANATIONS",
+    "RULES",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "Explanation",
+    "Finding",
+    "GPTConfig",
+    "HardwareConfig",
+    "LlamaConfig",
+    "Loaded",
+    "ModelConfig",
+    "MonitorConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RopeScaling",
+    "Rule",
+    "RunConfig",
+    "TrainConfig",
+    "dump",
+    "load_config",
+    "mesh_of",
+    "render_effective",
+]

@@ -1,0 +1,458 @@
+"""Rules across keys: each has an id, an explanation and a check; `EXPLANATIONS` tells about every finding."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from ms_zero import hardware
+from ms_zero.config import schema
+from ms_zero.config.bind import Facts
+from ms_zero.config.derive import TOKENIZER_VOCAB, Problem
+from ms_zero.config.explanations import READING, Explanation
+from ms_zero.config.findings import Finding, show
+from ms_zero.resources import did_you_mean
+
+Check = Callable[[Facts], Iterator[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Rule(Explanation):
+    """An explanation with its check.
+
+    Args:
+        reads: Dotted keys that must have a value for the check to run.
+        check: Yields (dotted key, message) for each violation; None when `derive` finds the violations.
+
+    """
+
+    reads: tuple[str, ...] = ()
+    check: Check | None = None
+
+
+def run_rules(facts: Facts, problems: list[Problem]) -> list[Finding]:
+    """Turn the problems of deriving into findings, then run every rule whose keys have values."""
+    findings = [_finding(facts, *problem) for problem in problems]
+    for rule in RULES:
+        if rule.check is not None and facts.known(*rule.reads):
+            findings += [_finding(facts, rule.id, path, message) for path, message in rule.check(facts)]
+    return findings
+
+
+def ignored_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return dotted key -> why, for every key that has no effect with these values of the others."""
+    ignored = {}
+    for prefix, section in schema.SECTIONS.items():
+        for name, (spec, _) in schema.keys_of(section).items():
+            if spec.used_when is None:
+                continue
+            switch, used = f"{prefix}.{spec.used_when[0]}", spec.used_when[1]
+            if switch in values and values[switch] not in used:
+                ignored[f"{prefix}.{name}"] = f"{switch} is {values[switch]}"
+    return ignored
+
+
+def _finding(facts: Facts, rule: str, path: str, message: str) -> Finding:
+    return Finding(rule, EXPLANATIONS[rule].severity, path, facts.where(path), message)
+
+
+def _switch_layer(facts: Facts, path: str) -> int:
+    prefix, name = path.split(".")
+    switch, _ = schema.keys_of(schema.SECTIONS[prefix])[name][0].used_when
+    return facts.layer(f"{prefix}.{switch}")
+
+
+def _check_no_effect(facts: Facts) -> Iterator[tuple[str, str]]:
+    for path, why in ignored_keys(facts.values).items():
+        if path in facts.layers and facts.layer(path) >= _switch_layer(facts, path):
+            yield path, f"has no effect because {why}; remove it or change that"
+
+
+def _check_lost_effect(facts: Facts) -> Iterator[tuple[str, str]]:
+    for path, why in ignored_keys(facts.values).items():
+        if path in facts.layers and facts.layer(path) < _switch_layer(facts, path):
+            yield path, f"has no effect any more because {why}, set later"
+
+
+def _check_heads(facts: Facts) -> Iterator[tuple[str, str]]:
+    width, heads = facts.values["model.hidden_size"], facts.values["model.num_heads"]
+    if facts.values["model.family"] == "gpt" and width % heads:
+        yield "model.num_heads", f"{heads} does not divide hidden_size {width}; change one of them"
+
+
+def _check_kv_heads(facts: Facts) -> Iterator[tuple[str, str]]:
+    heads, kv_heads = facts.values["model.num_heads"], facts.values["model.num_kv_heads"]
+    if heads % kv_heads:
+        yield "model.num_kv_heads", f"{kv_heads} does not divide num_heads {heads}; use a divisor of {heads}"
+
+
+def _check_head_dim(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["model.head_dim"] % 2:
+        message = f"{facts.values['model.head_dim']} is odd; rotary positions turn pairs, use an even width"
+        yield "model.head_dim", message
+
+
+def _check_vocab(facts: Facts) -> Iterator[tuple[str, str]]:
+    tokenizer, rows = facts.values["data.tokenizer"], facts.values["model.vocab_size"]
+    needed = TOKENIZER_VOCAB[tokenizer]
+    if rows < needed:
+        message = f"{rows} rows cannot hold the {needed} tokens of the {tokenizer} tokenizer; use auto"
+        yield "model.vocab_size", message
+
+
+def _check_rope_scaling(facts: Facts) -> Iterator[tuple[str, str]]:
+    low = facts.values["model.rope_scaling.low_freq_factor"]
+    high = facts.values["model.rope_scaling.high_freq_factor"]
+    if low >= high:
+        yield "model.rope_scaling.low_freq_factor", f"{low} is not below high_freq_factor {high}"
+
+
+def _check_seq_len(facts: Facts) -> Iterator[tuple[str, str]]:
+    length, limit = facts.values["data.seq_len"], facts.values["model.max_seq_len"]
+    if length > limit:
+        message = f"{length} tokens do not fit model.max_seq_len {limit}; lower the one or raise the other"
+        yield "data.seq_len", message
+
+
+def _check_files(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["data.source"] == "files" and not facts.values["data.files"]:
+        yield "data.files", "missing; data.source is files, so name at least one file or pattern"
+
+
+def _check_held_out(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["train.eval_interval"] > 0 and facts.values["data.validation_fraction"] == 0:
+        message = "0 holds out nothing to evaluate on; raise it or set train.eval_interval to 0"
+        yield "data.validation_fraction", message
+
+
+def _check_intervals(facts: Facts) -> Iterator[tuple[str, str]]:
+    steps = facts.values["train.steps"]
+    for path in ("train.eval_interval", "train.log_interval", "checkpoint.interval"):
+        if facts.known(path) and facts.values[path] > steps:
+            yield path, f"{facts.values[path]} is more than train.steps {steps}, so it never comes round"
+
+
+def _check_warmup(facts: Facts) -> Iterator[tuple[str, str]]:
+    warmup, steps = facts.values["optim.warmup_steps"], facts.values["train.steps"]
+    if warmup >= steps:
+        message = f"warm-up takes {warmup} of {steps} steps, so the learning rate only rises; lower it"
+        yield "optim.warmup_steps", message
+
+
+def _check_decay_given(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["optim.schedule"] == "wsd" and facts.values["optim.decay_steps"] is None:
+        yield "optim.decay_steps", "missing; the wsd schedule needs the length of its final decay"
+
+
+def _check_decay_fits(facts: Facts) -> Iterator[tuple[str, str]]:
+    decay, warmup = facts.values["optim.decay_steps"], facts.values["optim.warmup_steps"]
+    steps = facts.values["train.steps"]
+    if facts.values["optim.schedule"] == "wsd" and decay is not None and warmup + decay > steps:
+        message = f"warm-up {warmup} and decay {decay} take more than train.steps {steps}; shorten one"
+        yield "optim.decay_steps", message
+
+
+def _check_min_lr(facts: Facts) -> Iterator[tuple[str, str]]:
+    low, peak = facts.values["optim.min_lr"], facts.values["optim.lr"]
+    if low > peak:
+        yield "optim.min_lr", f"{low} is above the peak optim.lr {peak}; it must be at most that"
+
+
+def _check_mesh(facts: Facts) -> Iterator[tuple[str, str]]:
+    product = 1
+    for axis in _AXES:
+        product *= facts.values[f"parallel.{axis}"]
+    if product != facts.world_size:
+        degrees = " x ".join(str(facts.values[f"parallel.{axis}"]) for axis in _AXES)
+        message = (
+            f"{' x '.join(_AXES)} = {degrees} = {product}, but the number of workers is {facts.world_size}; "
+            f"start {product} workers or set parallel.dp_shard=auto"
+        )
+        yield "parallel.dp_shard", message
+
+
+def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
+    for axis in ("pp", "cp", "tp"):
+        degree = facts.values.get(f"parallel.{axis}", 1)
+        if degree > 1:
+            yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
+
+
+def _check_zero_stage(facts: Facts) -> Iterator[tuple[str, str]]:
+    stage = facts.values["parallel.zero_stage"]
+    if stage > 0:
+        yield "parallel.zero_stage", f"stage {stage} is not available in this version; only 0 is"
+
+
+def _check_device_known(facts: Facts) -> Iterator[tuple[str, str]]:
+    name = facts.values["hardware.device"]
+    if name is not None and name not in hardware.device_names():
+        hint = did_you_mean(name, hardware.device_names())
+        yield "hardware.device", f"{show(name)} is not in the device catalogue{hint}"
+
+
+def _check_device_target(facts: Facts) -> Iterator[tuple[str, str]]:
+    name, target = facts.values["hardware.device"], facts.values["hardware.target"]
+    if name is None or name not in hardware.device_names():
+        return
+    found = hardware.load_device(name).target
+    if found != target:
+        yield "hardware.device", f"{name} is a {found} device, but hardware.target is {target}; change one"
+
+
+def _check_device_named(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["hardware.device"] is None:
+        names = ", ".join(hardware.device_names())
+        yield "hardware.device", f"not known, so utilisation is reported as n/a; name one of {names}"
+
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+_SECTION_RULES = (
+    Rule(
+        "MZ014",
+        "A key that is set has an effect",
+        "error",
+        "Some keys belong to one choice, such as beta1 to adamw or files to source: files. Setting one "
+        "together with another choice is a contradiction: it would be ignored.",
+        "Remove the key, or make the choice that it belongs to.",
+        check=_check_no_effect,
+    ),
+    Rule(
+        "MZ015",
+        "A key lost its effect by a later choice",
+        "warning",
+        "An included file, or the file below an override, sets a key of a choice that a later layer "
+        "replaced. That is what overriding is for, so it is only mentioned.",
+        "Nothing to do if the later choice is meant.",
+        check=_check_lost_effect,
+    ),
+)
+_MODEL_RULES = (
+    Rule(
+        "MZ020",
+        "Heads divide the width",
+        "error",
+        "Attention splits hidden_size into num_heads equal parts. Llama-family models may choose head_dim "
+        "freely.",
+        "Use a number of heads that divides hidden_size, or set head_dim (llama).",
+        ("model.family", "model.hidden_size", "model.num_heads"),
+        _check_heads,
+    ),
+    Rule(
+        "MZ021",
+        "Key-value heads divide query heads",
+        "error",
+        "In grouped-query attention every key-value head serves the same number of query heads.",
+        "Use a divisor of num_heads.",
+        ("model.num_heads", "model.num_kv_heads"),
+        _check_kv_heads,
+    ),
+    Rule(
+        "MZ022",
+        "The head width is even",
+        "error",
+        "Rotary position embedding rotates pairs of channels.",
+        "Use an even head_dim.",
+        ("model.head_dim",),
+        _check_head_dim,
+    ),
+    Rule(
+        "MZ023",
+        "The embedding holds every token",
+        "error",
+        "A token id at or beyond vocab_size would read outside the embedding. A larger vocab_size is fine.",
+        "Set model.vocab_size to auto or to at least the size of the tokenizer's vocabulary.",
+        ("data.tokenizer", "model.vocab_size"),
+        _check_vocab,
+    ),
+    Rule(
+        "MZ024",
+        "Frequency bands of RoPE scaling are ordered",
+        "error",
+        "Llama-3 scaling blends between the two wavelengths; they must differ and be in order.",
+        "Use low_freq_factor < high_freq_factor (Llama 3.1: 1 and 4).",
+        ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
+        _check_rope_scaling,
+    ),
+)
+_BATCH_RULES = (
+    Rule(
+        "MZ030",
+        "A sample fits the model",
+        "error",
+        "A sample of data.seq_len tokens needs as many positions.",
+        "Lower data.seq_len or raise model.max_seq_len.",
+        ("data.seq_len", "model.max_seq_len"),
+        _check_seq_len,
+    ),
+    Rule(
+        "MZ031",
+        "source: files names files",
+        "error",
+        "Without files there is nothing to train on.",
+        "List UTF-8 text files or glob patterns in data.files.",
+        ("data.source", "data.files"),
+        _check_files,
+    ),
+    Rule(
+        "MZ032",
+        "Evaluation has held-out data",
+        "error",
+        "Evaluating on training data would not measure anything.",
+        "Raise data.validation_fraction above 0, or set train.eval_interval to 0.",
+        ("train.eval_interval", "data.validation_fraction"),
+        _check_held_out,
+    ),
+    Rule(
+        "MZ040",
+        "The batch algebra holds",
+        "error",
+        "global_batch_size = micro_batch_size x accumulation_steps x data-parallel degree, exactly. Nothing"
+        " is rounded: a floored value would train with another batch than the one written down.",
+        "Change the value that the message computes, or set one of the three to auto.",
+    ),
+    Rule(
+        "MZ041",
+        "Two of the three batch sizes are given",
+        "error",
+        "With the data-parallel degree, two of global_batch_size, micro_batch_size and accumulation_steps "
+        "determine the third; one alone leaves a choice that affects memory and speed.",
+        "Give two of them.",
+    ),
+    Rule(
+        "MZ042",
+        "The derived batch size is whole",
+        "error",
+        "The global batch must be a multiple of what all ranks process in one accumulation step.",
+        "Set global_batch_size to one of the multiples that the message names, or change the other value.",
+    ),
+    Rule(
+        "MZ043",
+        "Intervals come round",
+        "warning",
+        "An interval longer than the run never triggers. The last checkpoint is written at the end anyway.",
+        "Lower the interval, or ignore this for a short trial.",
+        ("train.steps",),
+        _check_intervals,
+    ),
+)
+_OPTIM_RULES = (
+    Rule(
+        "MZ050",
+        "Warm-up ends before training does",
+        "warning",
+        "During warm-up the learning rate rises to its peak; if the run ends first, the schedule never "
+        "starts. The default of 2000 steps suits long runs.",
+        "Lower optim.warmup_steps, for a short run to a tenth of train.steps.",
+        ("optim.warmup_steps", "train.steps"),
+        _check_warmup,
+    ),
+    Rule(
+        "MZ051",
+        "wsd has a decay",
+        "error",
+        "Warm-up, stable, decay: the length of the last phase has no general default.",
+        "Set optim.decay_steps, often a tenth of train.steps.",
+        ("optim.schedule", "optim.decay_steps"),
+        _check_decay_given,
+    ),
+    Rule(
+        "MZ052",
+        "Warm-up and decay fit into the run",
+        "error",
+        "The phases of the wsd schedule follow each other.",
+        "Shorten optim.warmup_steps or optim.decay_steps, or train longer.",
+        ("optim.schedule", "optim.decay_steps", "optim.warmup_steps", "train.steps"),
+        _check_decay_fits,
+    ),
+    Rule(
+        "MZ053",
+        "The learning rate decays downwards",
+        "error",
+        "min_lr is where the decay from lr ends.",
+        "Set optim.min_lr to at most optim.lr, usually a tenth of it.",
+        ("optim.min_lr", "optim.lr"),
+        _check_min_lr,
+    ),
+)
+_PARALLEL_RULES = (
+    Rule(
+        "MZ060",
+        "The mesh has as many places as there are workers",
+        "error",
+        "Every worker has exactly one place: pp x dp_replicate x dp_shard x cp x tp equals the number of "
+        "workers.",
+        "Start that many workers, or set parallel.dp_shard to auto.",
+        tuple(f"parallel.{axis}" for axis in _AXES),
+        _check_mesh,
+    ),
+    Rule(
+        "MZ061",
+        "The fixed degrees divide the number of workers",
+        "error",
+        "dp_shard: auto takes the workers that the other degrees leave, which must be a whole number.",
+        "Start a multiple of the product that the message names, or lower a degree.",
+    ),
+    Rule(
+        "MZ062",
+        "Pipeline, context and tensor parallelism are not available yet",
+        "error",
+        "This version runs data parallelism only; the keys exist so that files keep their meaning.",
+        "Set parallel.pp, parallel.cp and parallel.tp to 1.",
+        check=_check_axes,
+    ),
+    Rule(
+        "MZ063",
+        "ZeRO stages above 0 are not available yet",
+        "error",
+        "This version keeps weights, gradients and optimizer states on every rank (stage 0).",
+        "Set parallel.zero_stage to 0.",
+        ("parallel.zero_stage",),
+        _check_zero_stage,
+    ),
+)
+_HARDWARE_RULES = (
+    Rule(
+        "MZ070",
+        "The device is in the catalogue",
+        "error",
+        "Peak rates come from configs/clusters, one file a device, each value with its source.",
+        "Use a name from the catalogue, or add a file for the device.",
+        ("hardware.device",),
+        _check_device_known,
+    ),
+    Rule(
+        "MZ071",
+        "The device is of the chosen target",
+        "error",
+        "hardware.target decides which kernels and which collectives run; the device must be of that kind.",
+        "Change hardware.target or hardware.device.",
+        ("hardware.device", "hardware.target"),
+        _check_device_target,
+    ),
+    Rule(
+        "MZ072",
+        "The device is named",
+        "warning",
+        "Model FLOPs utilisation is a share of the device's peak, which depends on its exact model.",
+        "Set hardware.device to a name from the catalogue.",
+        ("hardware.device",),
+        _check_device_named,
+    ),
+)
+
+RULES: Final = (
+    *_SECTION_RULES,
+    *_MODEL_RULES,
+    *_BATCH_RULES,
+    *_OPTIM_RULES,
+    *_PARALLEL_RULES,
+    *_HARDWARE_RULES,
+)
+"""All rules across keys, by id."""
+
+EXPLANATIONS: Final[Mapping[str, Explanation]] = MappingProxyType(
+    {entry.id: entry for entry in (*READING, *RULES)}
+)
+"""Every finding that loading can report, by id."""

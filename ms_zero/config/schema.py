@@ -1,0 +1,301 @@
+"""The sections of a run config: frozen, typed, concrete.
+
+A loaded config holds only usable values: `auto` exists in files, never here. What a key means is said once,
+in its `key(...)`; loading, `explain` and the checks all read it from there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Final, Literal, get_type_hints
+
+
+class _Mark(Enum):
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+AUTO: Final = _Mark.AUTO
+"""Stands for `auto` while a config is being loaded, so that it cannot be mixed up with a text."""
+REQUIRED: Final = _Mark.REQUIRED
+"""The default of a key that has none."""
+
+_INT_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a config file may say for one field.
+
+    Args:
+        doc: Meaning and unit, one sentence or two.
+        default: Value when no layer sets the key; AUTO when it is derived, or REQUIRED.
+        auto: How `auto` is derived; "" when the key cannot be `auto`.
+        minimum: Smallest number allowed.
+        maximum: Largest number allowed.
+        above: The number must be greater than this.
+        below: The number must be less than this.
+        used_when: (key of the same section, tuple or range of its values for which this key has an effect),
+            or None when it always has one.
+
+    """
+
+    doc: str
+    default: Any = REQUIRED
+    auto: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    used_when: tuple[str, tuple[Any, ...] | range] | None = None
+
+    def allows(self, number: float) -> bool:
+        """Say whether a number lies in the range."""
+        return (
+            (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+    def range_text(self) -> str:
+        """Describe the range: `at least 1 and at most 8`."""
+        bounds = (
+            ("at least", self.minimum),
+            ("greater than", self.above),
+            ("at most", self.maximum),
+            ("less than", self.below),
+        )
+        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+def key(doc: str, **limits: Any) -> Any:
+    """Declare a config field; see Key. Without a concrete default the constructor requires the field."""
+    spec = Key(doc, **limits)
+    default = {} if spec.default is REQUIRED or spec.auto else {"default": spec.default}
+    return field(metadata={"key": spec}, **default)
+
+
+def _count(doc: str, **limits: Any) -> Any:
+    """Declare an integer of at least 1."""
+    return key(doc, **{"minimum": 1, "maximum": _INT_MAX, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """GPT: learned positions, LayerNorm, GELU."""
+
+    family: Literal["gpt"] = key("Model family; decides which other keys there are.", default="gpt")
+    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
+    num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
+    num_heads: int = _count("Attention heads; must divide hidden_size.", maximum=2**16)
+    ffn_hidden_size: int = _count(
+        "Width inside the MLP.", default=AUTO, auto="4 x hidden_size", maximum=2**22
+    )
+    max_seq_len: int = _count("Rows of the position embedding: the longest sequence in tokens.")
+    norm_eps: float = key("Epsilon of LayerNorm.", default=1e-5, above=0, below=1)
+    init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
+    tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama-3 scaling of rotary frequencies."""
+
+    factor: float = key("Slow-down of the low frequencies.", minimum=1, maximum=1e6)
+    low_freq_factor: float = key("Wavelengths over original_max_seq_len / this scale.", above=0, maximum=1e6)
+    high_freq_factor: float = key("Wavelengths below original_max_seq_len / this stay.", above=0, maximum=1e6)
+    original_max_seq_len: int = _count("Context length before scaling, in tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    family: Literal["llama"] = key("Model family; decides which other keys there are.", default="llama")
+    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
+    num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
+    num_heads: int = _count("Query heads.", maximum=2**16)
+    num_kv_heads: int = _count("Key and value heads; must divide num_heads.", default=AUTO, auto="num_heads")
+    head_dim: int = _count(
+        "Width of a head; even.", default=AUTO, auto="hidden_size / num_heads", maximum=2**16
+    )
+    ffn_hidden_size: int = _count("Width inside the gated MLP.", maximum=2**22)
+    max_seq_len: int = _count("Longest sequence in tokens.")
+    norm_eps: float = key("Epsilon of RMSNorm.", default=1e-5, above=0, below=1)
+    init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
+    tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=False)
+    rope_theta: float = key("Base of the rotary frequencies.", default=10000.0, minimum=1, maximum=1e12)
+    rope_scaling: RopeScaling | None = key("Llama-3 scaling of rotary frequencies, or null.", default=None)  # noqa: RUF009
+    qkv_bias: bool = key("Whether query, key and value projections have a bias (Qwen2).", default=False)
+    qk_norm: bool = key("Whether queries and keys are RMS-normalised per head (Qwen3).", default=False)
+
+
+ModelConfig = GPTConfig | LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    source: Literal["stdlib", "files"] = key(
+        "stdlib: the source text of Python's standard library; files: your text files.", default="stdlib"
+    )
+    files: tuple[str, ...] = key(
+        "UTF-8 text files or glob patterns, relative to the working directory.",
+        default=(),
+        used_when=("source", ("files",)),
+    )
+    tokenizer: Literal["byte"] = key("byte: 256 bytes and one end-of-text token.", default="byte")
+    seq_len: int = _count("Tokens in a training sample.")
+    validation_fraction: float = key("Share of the documents held out.", default=0.05, minimum=0, below=1)
+
+
+_TRIPLE = "the batch algebra: global = micro x accumulation x data-parallel degree"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, in what batches, and where results go."""
+
+    steps: int = _count("Optimizer steps in all.")
+    global_batch_size: int = _count("Samples per optimizer step, over all ranks.", default=AUTO, auto=_TRIPLE)
+    micro_batch_size: int = _count("Samples per forward pass on one rank.", default=AUTO, auto=_TRIPLE)
+    accumulation_steps: int = _count("Forward passes per optimizer step.", default=AUTO, auto=_TRIPLE)
+    seed: int = key("Seed of weights and data order.", default=1234, minimum=0, maximum=2**63 - 1)
+    eval_interval: int = key("Steps between evaluations; 0: never.", default=0, minimum=0, maximum=_INT_MAX)
+    eval_samples: int = _count(
+        "Held-out samples per evaluation (fewer if there are fewer).",
+        default=256,
+        used_when=("eval_interval", range(1, _INT_MAX + 1)),
+    )
+    log_interval: int = _count("Steps between log lines.", default=1)
+    output_dir: str = key("Folder for checkpoints and logs, relative to the working directory.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and the learning-rate schedule."""
+
+    kind: Literal["adamw", "sgd"] = key("adamw: decoupled decay; sgd: plain, for parity.", default="adamw")
+    lr: float = key("Peak learning rate.", default=3e-4, above=0, maximum=1000)
+    min_lr: float = key(
+        "Learning rate at the end of the decay.",
+        default=0.0,
+        minimum=0,
+        maximum=1000,
+        used_when=("schedule", ("cosine", "linear", "wsd")),
+    )
+    beta1: float = key(
+        "Decay of the first moment.", default=0.9, minimum=0, below=1, used_when=("kind", ("adamw",))
+    )
+    beta2: float = key(
+        "Decay of the second moment.", default=0.95, minimum=0, below=1, used_when=("kind", ("adamw",))
+    )
+    eps: float = key(
+        "Added to the root of the second moment.",
+        default=1e-8,
+        above=0,
+        maximum=1,
+        used_when=("kind", ("adamw",)),
+    )
+    weight_decay: float = key(
+        "Decay of matrices; norms, biases and embeddings have none.", default=0.1, minimum=0, maximum=10
+    )
+    clip_norm: float = key("Limit of the global gradient norm; 0: off.", default=1.0, minimum=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
+        "Shape of the learning rate after warm-up; wsd: constant, then linear decay.", default="cosine"
+    )
+    warmup_steps: int = key("Steps of linear warm-up from zero.", default=2000, minimum=0, maximum=_INT_MAX)
+    decay_steps: int | None = _count(
+        "Steps of the final decay.", default=None, used_when=("schedule", ("wsd",))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of the mesh; their product is the number of workers."""
+
+    pp: int = _count("Pipeline stages.", default=1)
+    dp_replicate: int = _count("Data-parallel replicas of the sharded groups.", default=1)
+    dp_shard: int = _count(
+        "Data-parallel ranks that share states.", default=AUTO, auto="workers / all other degrees"
+    )
+    cp: int = _count("Context-parallel ranks.", default=1)
+    tp: int = _count("Tensor-parallel ranks.", default=1)
+    zero_stage: int = key(
+        "What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights.",
+        default=0,
+        minimum=0,
+        maximum=3,
+    )
+    bucket_mb: float = key("Gradient bucket in MiB (2^20 bytes).", default=25.0, above=0, maximum=1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, kept and resumed from."""
+
+    interval: int = key(
+        "Steps between checkpoints; 0: only at the end.", default=0, minimum=0, maximum=_INT_MAX
+    )
+    keep: int = key("Newest checkpoints that are kept; 0: all.", default=0, minimum=0, maximum=_INT_MAX)
+    resume: str = key(
+        "auto: from the newest checkpoint of output_dir if there is one; never: start fresh; else the path "
+        "of a checkpoint.",
+        default="auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Where progress is reported."""
+
+    console: bool = key("Whether progress lines are printed.", default=True)
+    jsonl: bool = key("Whether metrics.jsonl is written to output_dir.", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """The device that the run is meant for."""
+
+    target: Literal["CPU", "Ascend", "GPU"] = key("MindSpore device target.", default="CPU")
+    device: str | None = key(
+        "Name in the device catalogue, for utilisation; null when not known.",
+        default=AUTO,
+        auto="cpu on CPU, else not known",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    model: GPTConfig | LlamaConfig
+    data: DataConfig
+    train: TrainConfig
+    optim: OptimConfig
+    parallel: ParallelConfig
+    checkpoint: CheckpointConfig
+    monitor: MonitorConfig
+    hardware: HardwareConfig
+
+
+MODEL_FAMILIES: Final[Mapping[str, type]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+SECTIONS: Final[Mapping[str, type]] = {
+    "data": DataConfig,
+    "train": TrainConfig,
+    "optim": OptimConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "monitor": MonitorConfig,
+    "hardware": HardwareConfig,
+}
+
+
+def keys_of(section: type) -> dict[str, tuple[Key, Any]]:
+    """Return name -> (Key, annotation) for each field of a section class."""
+    hints = get_type_hints(section)
+    return {item.name: (item.metadata["key"], hints[item.name]) for item in fields(section)}
