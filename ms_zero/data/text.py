@@ -1,5 +1,6 @@
 """From a description of the data to datasets and loaders."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +50,13 @@ class TextData:
         )
 
     def summary(self) -> str:
-        """One line: source, documents and tokens of each part, what was left out, fingerprint."""
+        """One line: source, documents and tokens of each part, what was left out and why, fingerprint."""
         parts = [f"train {_size(self.train)}"]
         if self.validation is not None:
             parts.append(f"validation {_size(self.validation)}")
-        return (
-            f"{self.corpus}: {', '.join(parts)}; {len(self.omitted)} files or folders left out; "
-            f"fingerprint {self.fingerprint[:12]}"
-        )
+        reasons = Counter(omission.reason for omission in self.omitted)
+        omitted = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items())) or "nothing"
+        return f"{self.corpus}: {'; '.join(parts)}; left out: {omitted}; fingerprint {self.fingerprint[:12]}"
 
 
 def load_text(
