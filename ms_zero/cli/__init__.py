@@ -1,0 +1,1 @@
+"""The ``ms-zero`` command: argument parsing, the worker entry point and the launcher."""

@@ -1,0 +1,116 @@
+"""The ``ms-zero`` command line. Each command imports what it needs only when it runs."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from ms_zero import __version__
+from ms_zero.errors import UserError
+
+_EPILOG = """\
+A run file is YAML; "key=value" arguments override it, for example train.steps=20.
+  ms-zero launch configs/runs/quickstart.yaml --workers 2
+  ms-zero COMMAND --help tells the arguments of a command
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Turns a wrong argument into a UserError of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see '{self.prog} --help'")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 failed, 2 the user can fix it, 130 interrupted."""
+    try:
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("ms-zero: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout is gone; keep the interpreter from failing again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def print_error(error: UserError) -> None:
+    """Print a user's error to stderr, one line per violation."""
+    for line in str(error).splitlines():
+        print(f"ms-zero: error: {line}", file=sys.stderr)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero",
+        usage="ms-zero [-h] [--version] COMMAND ...",
+        description="Train large models with MindSpore.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ms-zero {__version__}")
+    commands = "\n".join(f"{name:8s} {help_text}" for name, (help_text, _) in _COMMANDS.items())
+    group = parser.add_argument_group("commands", commands)
+    group.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    group.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not argv:
+        raise UserError(f"no command given: use one of {', '.join(_COMMANDS)}; see 'ms-zero --help'")
+    parsed = parser.parse_args(argv)
+    _, command = _COMMANDS[parsed.command]
+    return command(parsed.arguments)
+
+
+def _train(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero train",
+        description="Train in this process, or as one worker where msrun or 'ms-zero launch' started it.",
+    )
+    _add_run_arguments(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.train import train
+
+    return train(arguments.run, arguments.overrides)
+
+
+def _launch(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero launch",
+        description="Start a training run on several workers with msrun and watch over it.",
+    )
+    _add_run_arguments(parser)
+    add = parser.add_argument
+    add("--workers", type=int, required=True, metavar="N", help="number of workers, total over all nodes")
+    add("--nodes", type=int, default=1, metavar="N", help="number of machines (default 1)")
+    add("--node-rank", type=int, metavar="R", help="number of this machine, 0 on the master")
+    add("--master", metavar="ADDR", help="name or address of the machine with node rank 0")
+    add("--port", type=int, metavar="P", help="port of the master (one node: a free one; else 8118)")
+    add(
+        "--cluster-timeout",
+        type=int,
+        default=300,
+        metavar="S",
+        help="seconds that workers wait for each other at the start (default 300)",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.launch import launch
+
+    return launch(**vars(arguments))
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN.yaml", help="the run file")
+    help_text = "overrides, for example train.steps=20"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "train": ("train in this process (or as one worker of msrun)", _train),
+    "launch": ("train on several workers, on one or more machines", _launch),
+}

@@ -1,0 +1,71 @@
+"""``ms-zero train``: one process, one worker of a job, or the job's scheduler."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from ms_zero.cli.launch_process import signal_at_parent_death
+from ms_zero.cli.launch_state import Place, WorkerReport, place_from_environment
+from ms_zero.errors import UserError
+
+
+def train(run: str, overrides: Sequence[str]) -> int:
+    """Train as the environment says; returns the exit status.
+
+    A worker whose launcher listens reports how it ended: after the traceback is in the log, with the time at
+    which the error was raised, so that the first of several failures can be told.
+    """
+    place = place_from_environment(os.environ)
+    if place.role == "scheduler":
+        return _schedule()
+    report = WorkerReport(place)
+    if place.state_dir is not None:
+        signal_at_parent_death(signal.SIGTERM)  # a graceful stop, should the launcher be killed
+    report.phase("started")
+    try:
+        status = _train(run, overrides, place, report)
+    except UserError as error:
+        report.outcome("user_error", str(error))
+        raise
+    except BaseException as error:
+        raised_at = time.monotonic()
+        if place.role == "single":
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        report.outcome("error", _one_line(error), raised_at)
+        return 1
+    report.outcome("ok" if status == 0 else "error", f"training ended with status {status}")
+    return status
+
+
+def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerReport) -> int:
+    from ms_zero.config import load_config
+
+    loaded = load_config(run, overrides, place.world_size)
+    if place.rank in (0, None):
+        for warning in loaded.warnings:
+            print(f"ms-zero: warning: {warning}", file=sys.stderr)
+
+    from ms_zero import comm, trainer
+
+    target = loaded.config.hardware.target
+    communicator = comm.local() if place.role == "single" else comm.connect(target)
+    report.phase("connected")
+    return trainer.run(loaded, communicator)
+
+
+def _schedule() -> int:
+    """Serve as the job's scheduler: init() returns, or ends the process, when all workers have left."""
+    import mindspore.communication
+
+    mindspore.communication.init("mccl")
+    return 0
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" -")]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
