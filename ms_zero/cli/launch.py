@@ -45,8 +45,6 @@ def launch(
     launch_preflight.check_output_dir(output_dir)
     launch_preflight.check_not_running(job.state_dir)
     console, errors = Console(sys.stdout), Console(sys.stderr)
-    for warning in loaded.warnings:
-        errors.line(f"ms-zero: warning: {warning}")
     place = f" (node {cluster.node_rank} of {nodes})" if nodes > 1 else ""
     console.line(f"ms-zero: starting {cluster.local_workers} workers{place}, logs in {job.log_dir}")
     return run_job(job, console, errors)

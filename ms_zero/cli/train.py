@@ -46,16 +46,13 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
     from ms_zero.config import load_config
 
     loaded = load_config(run, overrides, place.world_size)
-    if place.rank in (0, None):
-        for warning in loaded.warnings:
-            print(f"ms-zero: warning: {warning}", file=sys.stderr)
 
-    from ms_zero import comm, trainer
+    from ms_zero import comm, runner  # the first import of mindspore: after all that is quick to refuse
 
     target = loaded.config.hardware.target
     communicator = comm.local() if place.role == "single" else comm.connect(target)
     report.phase("connected")
-    return trainer.run(loaded, communicator)
+    return runner.run(loaded, communicator)
 
 
 def _schedule() -> int:
