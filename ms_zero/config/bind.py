@@ -1,15 +1,14 @@
 """Checks merged settings against the schema: keys, types, ranges. Nothing across keys; `rules` does that."""
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from ms_zero.config import schema
 from ms_zero.config.findings import Finding, show
-from ms_zero.config.reader import Node, kind_of
 from ms_zero.config.schema import AUTO, REQUIRED, Key
 from ms_zero.config.sources import Setting, Table
+from ms_zero.config.values import RefusedValue, convert, expected, found, nested_section, plain
 from ms_zero.resources import nearest
 
 _MAX_SUGGESTIONS = 20  # per section: finding the nearest of many unknown keys takes time, a few help as much
@@ -83,18 +82,18 @@ class _Binder:
     def bind_model(self, entry: Setting | Table | None) -> None:
         """Bind the model section under the family that it names."""
         if isinstance(entry, Setting):
-            self._report("MZ005", "model", entry.node.where, f"{_found(entry.node)}; expected a mapping")
+            self._report("MZ005", "model", entry.node.where, f"{found(entry.node)}; expected a mapping")
             return
         family = entry.entries.get("family") if entry is not None else None
-        expected = f"expected one of {', '.join(schema.MODEL_FAMILIES)}"
+        choices = f"expected one of {', '.join(schema.MODEL_FAMILIES)}"
         if family is None:
             where = entry.where if entry is not None else self.facts.label
             message = "missing; set it or include a preset, such as include: [models/gpt-tiny]"
             self._report("MZ007", "model.family", where, message)
         elif isinstance(family, Table):
-            self._report("MZ005", "model.family", family.where, f"it is a mapping; {expected}")
+            self._report("MZ005", "model.family", family.where, f"it is a mapping; {choices}")
         elif not isinstance(family.node.value, str) or family.node.value not in schema.MODEL_FAMILIES:
-            message = f"{show(_plain(family.node))} is not a model family; {expected}"
+            message = f"{show(plain(family.node))} is not a model family; {choices}"
             self._report("MZ010", "model.family", family.node.where, message)
         else:
             self.bind_section("model", schema.MODEL_FAMILIES[family.node.value], entry)
@@ -102,7 +101,7 @@ class _Binder:
     def bind_section(self, prefix: str, section: type, entry: Setting | Table | None) -> None:
         """Bind one section: `prefix` is its dotted name, `section` its class."""
         if isinstance(entry, Setting):
-            self._report("MZ005", prefix, entry.node.where, f"{_found(entry.node)}; expected a mapping")
+            self._report("MZ005", prefix, entry.node.where, f"{found(entry.node)}; expected a mapping")
             return
         keys = schema.keys_of(section)
         given = {} if entry is None else entry.entries
@@ -128,18 +127,18 @@ class _Binder:
         self._report("MZ004", f"{prefix}.{shown}" if prefix else shown, where, f"unknown key{hint}")
 
     def _bind_key(self, path: str, spec: Key, annotation: Any, item: Setting | Table) -> None:
-        nested = _nested_section(annotation)
+        nested = nested_section(annotation)
         if isinstance(item, Table):
             if nested is None:
-                message = f"it is a mapping; expected {_expected(spec, annotation)}"
+                message = f"it is a mapping; expected {expected(spec, annotation)}"
                 self._report("MZ005", path, item.where, message)
             else:
                 self.bind_section(path, nested, item)
             return
         node = item.node
         try:
-            value = _convert(spec, annotation, node)
-        except _Refused as refused:
+            value = convert(spec, annotation, node)
+        except RefusedValue as refused:
             self._report(refused.rule, path, refused.where or node.where, str(refused))
             return
         self._set(path, value, node.where)
@@ -153,157 +152,28 @@ class _Binder:
         self.findings.append(Finding(rule, "error", path, where, message))
 
 
-class _Refused(ValueError):
-    """A value that does not fit its key."""
-
-    def __init__(self, rule: str, message: str, where: str = "") -> None:
-        self.rule = rule
-        self.where = where
-        super().__init__(message)
-
-
-def _convert(spec: Key, annotation: Any, node: Node) -> Any:
-    """Return the value of a key as its type, or raise _Refused."""
-    value = node.value
-    if spec.auto and value == AUTO.value:
-        return AUTO
-    base, optional = _unwrap(annotation)
-    if value is None and optional:
-        return None
-    if get_origin(base) is Literal:
-        return _convert_choice(get_args(base), node)
-    if base is bool and isinstance(value, bool):
-        return value
-    if base in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        return _convert_number(spec, base, value)
-    if base is str and isinstance(value, str):
-        return _convert_text(value)
-    if get_origin(base) is tuple and isinstance(value, list):
-        return tuple(_convert_item(item) for item in value)
-    expected = _expected(spec, annotation) + _type_hint(base, value)
-    raise _Refused("MZ005", f"{_found(node)}; expected {expected}")
-
-
-def _convert_choice(choices: tuple[str, ...], node: Node) -> str:
-    if isinstance(node.value, str) and node.value in choices:
-        return node.value
-    near = nearest(node.value, choices, 1) if isinstance(node.value, str) else []
-    hint = f"; did you mean {near[0]}?" if near else ""
-    shown = show(_plain(node))
-    raise _Refused("MZ010", f"{shown} is not allowed; expected {_one_of(choices)}{hint}")
-
-
-def _convert_number(spec: Key, base: type, value: float) -> float:
-    if base is int and isinstance(value, float):
-        whole = math.isfinite(value) and value.is_integer() and abs(value) < 1e15
-        hint = f"; write {int(value)}" if whole else ""
-        raise _Refused("MZ005", f"{show(value)} is not an integer; expected {_expected(spec, base)}{hint}")
-    try:
-        number = base(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        expected = f"a finite number {spec.range_text()}".rstrip()
-        raise _Refused("MZ006", f"{show(value)} is not finite; expected {expected}")
-    if not spec.allows(number):
-        raise _Refused("MZ006", f"{show(value)} is out of range; expected {spec.range_text()}")
-    return number
-
-
-def _convert_text(value: str, where: str = "") -> str:
-    if not value.strip():
-        raise _Refused("MZ016", "the text is empty", where)
-    if not value.isprintable():
-        raise _Refused("MZ016", f"{show(value)} holds control characters", where)
-    return value
-
-
-def _convert_item(node: Node) -> str:
-    if not isinstance(node.value, str):
-        raise _Refused("MZ005", f"the item {_found(node)}; expected text", node.where)
-    return _convert_text(node.value, node.where)
-
-
-def _unwrap(annotation: Any) -> tuple[Any, bool]:
-    """Return (type without None, whether None is allowed)."""
-    options = get_args(annotation)
-    if type(None) not in options:
-        return annotation, False
-    return next(option for option in options if option is not type(None)), True
-
-
-def _nested_section(annotation: Any) -> type | None:
-    base, _ = _unwrap(annotation)
-    return base if is_dataclass(base) else None
-
-
-def _expected(spec: Key, annotation: Any) -> str:
-    """Describe what a key takes: `an integer at least 1, or auto`."""
-    base, optional = _unwrap(annotation)
-    if get_origin(base) is Literal:
-        text = _one_of(get_args(base))
-    elif get_origin(base) is tuple:
-        text = "a list of texts, such as [a.txt, b.txt]"
-    elif is_dataclass(base):
-        text = "a mapping"
-    else:
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-        text = f"{names[base]} {spec.range_text()}".rstrip()
-    text += ", or null" if optional else ""
-    return text + (", or auto" if spec.auto else "")
-
-
-def _type_hint(base: Any, value: Any) -> str:
-    if base in (int, float) and isinstance(value, str) and any(char.isdigit() for char in value):
-        return " (digits only, without quotes or units)"
-    if base is str and isinstance(value, bool | int | float):
-        return " (put it in quotes)"
-    return ""
-
-
 def _suggest(prefix: str, name: str, valid: tuple[str, ...]) -> str:
     """Say which key was meant: one that is near, the same name in another section, or list all."""
-    dotted = f"{prefix}." if prefix else ""
+    if prefix == "model" and any(name in schema.keys_of(family) for family in schema.MODEL_FAMILIES.values()):
+        return " of this family; remove it or change model.family"
     near = nearest(name, valid, 1)
-    elsewhere = _same_name_elsewhere(prefix, name)
+    elsewhere = [
+        f"{section}.{name}"
+        for section, owners in _owners()
+        if any(name in schema.keys_of(owner) for owner in owners)
+    ]
     if elsewhere and (not near or near[0].lower() != name.lower()):
         return f"; did you mean {' or '.join(elsewhere)}?"
     if near:
-        return f"; did you mean {dotted}{near[0]}?"
+        return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?"
     return f"; known keys: {', '.join(valid)}"
 
 
-def _same_name_elsewhere(prefix: str, name: str) -> list[str]:
-    places = []
-    for section, classes in {**{k: [v] for k, v in schema.SECTIONS.items()}, "model": _families()}.items():
-        for owner in classes:
-            keys = schema.keys_of(owner)
-            family = keys["family"][0].default if "family" in keys else ""
-            path = f"{section}.{name}" + (f" (family {family} only)" if section == prefix else "")
-            if name in keys and path not in places:
-                places.append(path)
-    return places
-
-
-def _families() -> list[type]:
-    return list(schema.MODEL_FAMILIES.values())
-
-
-def _plain(node: Node) -> Any:
-    """Return a node's value for a message."""
-    if isinstance(node.value, list):
-        return [_plain(item) for item in node.value[:8]]
-    return "a mapping" if isinstance(node.value, dict) else node.value
-
-
-def _found(node: Node) -> str:
-    if isinstance(node.value, dict):
-        return "it is a mapping"
-    return "it is null" if node.value is None else f"{show(_plain(node))} is {kind_of(node.value)}"
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+def _owners() -> Iterator[tuple[str, list[type]]]:
+    """Yield (section name, classes that it can have)."""
+    yield "model", list(schema.MODEL_FAMILIES.values())
+    for name, section in schema.SECTIONS.items():
+        yield name, [section]
 
 
 def _lower_first(text: str) -> str:

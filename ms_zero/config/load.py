@@ -55,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
         findings += run_rules(facts, derive(facts))
     else:
         findings = [finding for finding in findings if finding.rule != "MZ007"]
-    findings = gathered.findings + findings
+    findings = list(dict.fromkeys(gathered.findings + findings))
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError([finding for finding in findings if finding.severity == "error"])
     return Loaded(

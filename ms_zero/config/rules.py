@@ -31,11 +31,18 @@ class Rule(Explanation):
 
 
 def run_rules(facts: Facts, problems: list[Problem]) -> list[Finding]:
-    """Turn the problems of deriving into findings, then run every rule whose keys have values."""
+    """Turn the problems of deriving into findings, then run every rule whose keys have values.
+
+    Keys without effect go back to their defaults first, so that no rule stumbles over a value that nobody uses.
+    """
+    ignored = ignored_keys(facts.values)
+    for path in ignored:
+        facts.values[path] = _key(path).default
     findings = [_finding(facts, *problem) for problem in problems]
     for rule in RULES:
         if rule.check is not None and facts.known(*rule.reads):
             findings += [_finding(facts, rule.id, path, message) for path, message in rule.check(facts)]
+    facts.origins.update(dict.fromkeys(ignored, "default"))
     return findings
 
 
@@ -56,10 +63,14 @@ def _finding(facts: Facts, rule: str, path: str, message: str) -> Finding:
     return Finding(rule, EXPLANATIONS[rule].severity, path, facts.where(path), message)
 
 
-def _switch_layer(facts: Facts, path: str) -> int:
+def _key(path: str) -> schema.Key:
     prefix, name = path.split(".")
-    switch, _ = schema.keys_of(schema.SECTIONS[prefix])[name][0].used_when
-    return facts.layer(f"{prefix}.{switch}")
+    return schema.keys_of(schema.SECTIONS[prefix])[name][0]
+
+
+def _switch_layer(facts: Facts, path: str) -> int:
+    switch, _ = _key(path).used_when
+    return facts.layer(f"{path.split('.')[0]}.{switch}")
 
 
 def _check_no_effect(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -370,7 +381,7 @@ _OPTIM_RULES = (
         "MZ053",
         "The learning rate decays downwards",
         "error",
-        "min_lr is where the decay from lr ends.",
+        "min_lr is where the decay from the peak lr ends; a higher end would be a second warm-up.",
         "Set optim.min_lr to at most optim.lr, usually a tenth of it.",
         ("optim.min_lr", "optim.lr"),
         _check_min_lr,

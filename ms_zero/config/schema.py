@@ -58,12 +58,13 @@ class Key:
             and (self.below is None or number < self.below)
         )
 
-    def range_text(self) -> str:
-        """Describe the range: `at least 1 and at most 8`."""
+    def range_text(self, brief: bool = False) -> str:
+        """Describe the range: `at least 1 and at most 8`; `brief` leaves out a maximum of billions."""
+        maximum = None if brief and self.maximum is not None and self.maximum >= _INT_MAX else self.maximum
         bounds = (
             ("at least", self.minimum),
             ("greater than", self.above),
-            ("at most", self.maximum),
+            ("at most", maximum),
             ("less than", self.below),
         )
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)

@@ -61,21 +61,27 @@ def gather(path: str | Path, overrides: Sequence[str]) -> Gathered:
         overrides: `section.key=value` items; the value is YAML.
     """
     gatherer = _Gatherer()
-    file = _locate(path)
-    gatherer.add_file(file, ())
+    file = _locate(path, gatherer.findings)
+    if file is None:
+        gatherer.complete = False
+    else:
+        gatherer.add_file(file, ())
     for text in overrides:
         gatherer.add_override(text)
-    return Gathered(gatherer.root, _label(file), gatherer.findings, gatherer.complete)
+    label = str(path) if file is None else _label(file)
+    return Gathered(gatherer.root, label, gatherer.findings, gatherer.complete)
 
 
-def _locate(path: str | Path) -> Path:
+def _locate(path: str | Path, findings: list[Finding]) -> Path | None:
+    """Return the file of a path or preset name, or None after reporting that there is neither."""
     kind, _, name = str(path).partition("/")
-    if kind in _INCLUDABLE and not os.path.lexists(path):
-        try:
-            return resources.find_preset(kind, name)
-        except UserError:
-            pass  # not a preset either: reading the path as given says what is wrong with it
-    return Path(path)
+    if kind not in _INCLUDABLE or name.endswith((".yaml", ".yml")) or _is_file(Path(path)):
+        return Path(path)
+    try:
+        return resources.find_preset(kind, name)
+    except UserError as error:
+        findings.append(Finding("MZ001", "error", "", str(path), f"no such file, and {error}"))
+        return None
 
 
 def _label(file: Path) -> str:
@@ -120,9 +126,9 @@ class _Gatherer:
             return self._report("MZ009", where, "a file can include others, the command line cannot")
         node, findings = reader.read_text(value, where, lines=False)
         self.findings += findings
-        if node is None:
-            if not findings:
-                self._report("MZ009", where, f"no value after '='; write {path}=null for no value")
+        if node is None and not findings:
+            return self._report("MZ009", where, f"no value after '='; write {path}=null for no value")
+        if findings:
             return None
         keys = path.split(".")
         if len(keys) > reader.MAX_DEPTH:
@@ -152,7 +158,7 @@ class _Gatherer:
             return None
         if name.startswith((".", "/")) or name.endswith((".yaml", ".yml")):
             included = file.parent / name
-            if not included.is_file():
+            if not _is_file(included):
                 self._report("MZ008", item.where, f"include: no file {show(name)} in {_label(file.parent)}")
                 return None
             return included
@@ -196,6 +202,13 @@ class _Gatherer:
 
     def _report(self, rule: str, where: str, message: str) -> None:
         self.findings.append(Finding(rule, "error", "", where, message))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that may not be searched
+        return False
 
 
 def _identity(file: Path) -> Path:

@@ -1,0 +1,182 @@
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from ms_zero import config
+from ms_zero.config import EXPLANATIONS, RULES, schema
+
+LLAMA = """\
+include: [models/llama-tiny]
+data: {seq_len: 64}
+train: {steps: 10, global_batch_size: 8, accumulation_steps: 1, output_dir: out}
+optim: {warmup_steps: 2}
+"""
+SCALING = "model.rope_scaling={factor: 8, low_freq_factor: %s, high_freq_factor: 4, original_max_seq_len: 64}"
+GPT = LLAMA.replace("llama", "gpt")
+
+# rule, key of the finding, overrides that violate it, overrides next to them that do not, workers, config
+CASES = [
+    ("MZ014", "optim.beta1", ["optim.kind=sgd", "optim.beta1=0.9"], ["optim.beta1=0.9"], 1, GPT),
+    ("MZ014", "optim.eps", ["optim.kind=sgd", "optim.eps=1e-8"], ["optim.kind=sgd"], 1, GPT),
+    ("MZ014", "optim.min_lr", ["optim.schedule=constant", "optim.min_lr=0.0"], ["optim.min_lr=0.0"], 1, GPT),
+    (
+        "MZ014",
+        "optim.decay_steps",
+        ["optim.decay_steps=2"],
+        ["optim.decay_steps=2", "optim.schedule=wsd"],
+        1,
+        GPT,
+    ),
+    ("MZ014", "data.files", ["data.files=[a]"], ["data.files=[a]", "data.source=files"], 1, GPT),
+    (
+        "MZ014",
+        "train.eval_samples",
+        ["train.eval_samples=9"],
+        ["train.eval_samples=9", "train.eval_interval=5"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ015",
+        "optim.min_lr",
+        ["optim.min_lr=0.0", "optim.schedule=constant"],
+        ["optim.schedule=constant"],
+        1,
+        GPT,
+    ),
+    ("MZ020", "model.num_heads", ["model.num_heads=3"], ["model.num_heads=8"], 1, GPT),
+    ("MZ020", "model.num_heads", ["model.num_heads=6"], ["model.num_heads=6", "model.head_dim=16"], 1, LLAMA),
+    ("MZ021", "model.num_kv_heads", ["model.num_kv_heads=3"], ["model.num_kv_heads=1"], 1, LLAMA),
+    ("MZ021", "model.num_kv_heads", ["model.num_kv_heads=8"], ["model.num_kv_heads=4"], 1, LLAMA),
+    ("MZ022", "model.head_dim", ["model.head_dim=33"], ["model.head_dim=34"], 1, LLAMA),
+    ("MZ023", "model.vocab_size", ["model.vocab_size=256"], ["model.vocab_size=257"], 1, GPT),
+    ("MZ024", "model.rope_scaling.low_freq_factor", [SCALING % 4], [SCALING % 1], 1, LLAMA),
+    ("MZ030", "data.seq_len", ["data.seq_len=257"], ["data.seq_len=256"], 1, GPT),
+    ("MZ030", "data.seq_len", ["model.max_seq_len=63"], ["model.max_seq_len=64"], 1, LLAMA),
+    ("MZ031", "data.files", ["data.source=files"], ["data.source=files", "data.files=[a]"], 1, GPT),
+    ("MZ031", "data.files", ["data.source=files", "data.files=[]"], [], 1, GPT),
+    (
+        "MZ032",
+        "data.validation_fraction",
+        ["train.eval_interval=5", "data.validation_fraction=0"],
+        ["data.validation_fraction=0"],
+        1,
+        GPT,
+    ),
+    ("MZ040", "train.global_batch_size", ["train.micro_batch_size=7"], ["train.micro_batch_size=4"], 2, GPT),
+    (
+        "MZ041",
+        "train",
+        ["train.accumulation_steps=auto"],
+        ["train.global_batch_size=auto", "train.micro_batch_size=1"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ042",
+        "train.global_batch_size",
+        ["train.global_batch_size=9"],
+        ["train.global_batch_size=10"],
+        2,
+        GPT,
+    ),
+    ("MZ043", "train.eval_interval", ["train.eval_interval=11"], ["train.eval_interval=10"], 1, GPT),
+    ("MZ043", "train.log_interval", ["train.log_interval=11"], ["train.log_interval=10"], 1, GPT),
+    ("MZ043", "checkpoint.interval", ["checkpoint.interval=11"], ["checkpoint.interval=10"], 1, GPT),
+    ("MZ050", "optim.warmup_steps", ["optim.warmup_steps=10"], ["optim.warmup_steps=9"], 1, GPT),
+    (
+        "MZ051",
+        "optim.decay_steps",
+        ["optim.schedule=wsd"],
+        ["optim.schedule=wsd", "optim.decay_steps=8"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ052",
+        "optim.decay_steps",
+        ["optim.schedule=wsd", "optim.decay_steps=9"],
+        ["optim.schedule=wsd", "optim.decay_steps=8"],
+        1,
+        GPT,
+    ),
+    ("MZ053", "optim.min_lr", ["optim.min_lr=4e-4"], ["optim.min_lr=3e-4"], 1, GPT),
+    ("MZ060", "parallel.dp_shard", ["parallel.dp_shard=4"], ["parallel.dp_shard=2"], 2, GPT),
+    ("MZ060", "parallel.dp_shard", ["parallel.dp_shard=2"], ["parallel.dp_shard=1"], 1, GPT),
+    ("MZ061", "parallel.dp_shard", ["parallel.dp_replicate=3"], ["parallel.dp_replicate=2"], 4, GPT),
+    ("MZ062", "parallel.tp", ["parallel.tp=2"], ["parallel.tp=1"], 2, GPT),
+    ("MZ062", "parallel.cp", ["parallel.cp=2"], ["parallel.cp=1"], 2, GPT),
+    ("MZ062", "parallel.pp", ["parallel.pp=2"], ["parallel.pp=1"], 2, GPT),
+    ("MZ063", "parallel.zero_stage", ["parallel.zero_stage=1"], ["parallel.zero_stage=0"], 2, GPT),
+    ("MZ070", "hardware.device", ["hardware.device=cpuu"], ["hardware.device=cpu"], 1, GPT),
+    (
+        "MZ071",
+        "hardware.device",
+        ["hardware.device=ascend-910b3"],
+        ["hardware.device=ascend-910b3", "hardware.target=Ascend"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ072",
+        "hardware.device",
+        ["hardware.target=GPU"],
+        ["hardware.target=GPU", "hardware.device=nvidia-h100-sxm"],
+        1,
+        GPT,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "violating", "fitting", "world", "text"),
+    CASES,
+    ids=[f"{case[0]}-{case[1]}" for case in CASES],
+)
+def test_a_rule_finds_its_violation_and_nothing_next_to_it(
+    load, refused, rule, key, violating, fitting, world, text
+):
+    if EXPLANATIONS[rule].severity == "error":
+        findings = refused(*violating, world=world, text=text)
+    else:
+        findings = load(*violating, world=world, text=text).warnings
+    assert [(finding.rule, finding.path) for finding in findings] == [(rule, key)]
+    assert findings[0].severity == EXPLANATIONS[rule].severity
+    assert load(*fitting, world=world, text=text).warnings == ()
+
+
+def test_every_rule_has_a_case():
+    assert {case[0] for case in CASES} == {rule.id for rule in RULES}
+
+
+def test_every_id_in_the_code_is_explained_once():
+    sources = [path.read_text() for path in Path(inspect.getfile(config)).parent.glob("*.py")]
+    used = set(re.findall(r'"(MZ\d{3})"', "".join(sources)))
+    assert used == set(EXPLANATIONS)
+    assert len(RULES) == len({rule.id for rule in RULES})
+
+
+def test_explanations_say_why_and_what_to_do():
+    for entry in EXPLANATIONS.values():
+        assert entry.title and not entry.title.endswith(".")
+        assert entry.explanation.endswith(".") and len(entry.explanation) > 40
+        assert entry.fix.endswith(".")
+
+
+def test_rules_read_keys_that_exist():
+    keys = {f"model.{name}" for family in schema.MODEL_FAMILIES.values() for name in schema.keys_of(family)}
+    keys |= {f"model.rope_scaling.{name}" for name in schema.keys_of(schema.RopeScaling)}
+    for section, owner in schema.SECTIONS.items():
+        keys |= {f"{section}.{name}" for name in schema.keys_of(owner)}
+    for rule in RULES:
+        assert set(rule.reads) <= keys, rule.id
+
+
+def test_the_table_of_tokenizers_agrees_with_the_tokenizers():
+    from ms_zero.config.derive import TOKENIZER_VOCAB
+    from ms_zero.data.tokenizer import get_tokenizer
+
+    for name, size in TOKENIZER_VOCAB.items():
+        assert get_tokenizer(name).vocab_size == size
