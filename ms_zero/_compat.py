@@ -5,6 +5,9 @@ When MindSpore is upgraded, run ``tests/test_compat.py`` first: it exercises eac
 
 from __future__ import annotations
 
+import signal
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -99,11 +102,39 @@ def fix_world_group_cache(rank: int, world_size: int) -> None:
 def init_with_store(rank: int, world_size: int, port: int, timeout_s: float = 60.0) -> None:
     """Join the CPU workers of this machine without a scheduler process (rank 0 serves on 127.0.0.1:`port`).
 
-    Only for tests: `launch` uses msrun. Checked on 2.10.0: ``communication.management._init_with_store``.
+    Only for tests (`launch` uses msrun); call it in the main thread.
+    Checked on 2.10.0: ``communication.management._init_with_store``.
     """
     timeout = timedelta(seconds=timeout_s)
-    store = _dist.TCPStore(
-        "127.0.0.1", port, world_size=world_size, is_master=rank == 0, timeout=timeout
-    )
-    _init_with_store(backend="mccl", timeout=timeout, world_size=world_size, rank=rank, store=store)
+    if rank > 0:
+        _wait_for_listener(port, timeout_s)
+    store = _dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=rank == 0, timeout=timeout)
+    with _short_sleeps(0.15):
+        _init_with_store(backend="mccl", timeout=timeout, world_size=world_size, rank=rank, store=store)
     fix_world_group_cache(rank, world_size)
+
+
+def _wait_for_listener(port: int, timeout_s: float) -> None:
+    """Return when something listens on 127.0.0.1:`port` (a refused store client would sleep for a second)."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.01)
+
+
+@contextmanager
+def _short_sleeps(seconds: float) -> Iterator[None]:
+    """Let a timer signal cut short the sleeps of C code.
+
+    While it waits for the addresses of its peers the framework sleeps 3 s between 20 attempts, so that nearly
+    every start of a job costs 3 s. Checked on 2.10.0: the sleep ends early at a signal.
+    """
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, seconds / 3, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

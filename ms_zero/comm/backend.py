@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, ops
 
 from ms_zero._compat import no_grad
 from ms_zero.comm.group import Group
@@ -57,6 +57,19 @@ def copy_tensor(x: Tensor) -> Tensor:
     copy = mint.empty(x.shape, dtype=x.dtype)
     copy.copy_(x)
     return copy
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` if it is contiguous and fills its storage, else a copy (kernels may read all storage of a view)."""
+    if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return copy_tensor(x)
+
+
+@no_grad()
+def divide(total: Tensor, count: int) -> Tensor:
+    """`total` / `count` in the dtype of `total`, outside any recorded graph."""
+    return ops.cast(total / count, total.dtype)
 
 
 class SingleBackend:

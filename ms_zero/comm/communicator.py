@@ -238,14 +238,15 @@ def _check_member(rank: int, group: Group, op: str) -> None:
 
 def _check_dtype(dtype: mstype.Type, op: str) -> None:
     if dtype not in DTYPES:
-        raise UserError(f"{op}: dtype {dtype} is not supported; expected one of {', '.join(map(str, DTYPES))}")
+        expected = ", ".join(map(str, DTYPES))
+        raise UserError(f"{op}: dtype {dtype} is not supported; expected one of {expected}")
 
 
 def _check_reduce_op(op: str, x: Tensor) -> None:
     if op not in REDUCE_OPS:
         raise UserError(f"reduction {op!r} is unknown; expected one of {', '.join(REDUCE_OPS)}")
     if op == "avg" and x.dtype in (mstype.int32, mstype.int64):
-        raise UserError(f"reduction 'avg' needs a floating-point tensor, got {x.dtype}; sum and divide yourself")
+        raise UserError(f"reduction 'avg' expects a floating-point tensor, got {x.dtype}; use 'sum'")
 
 
 def _check_divisible(x: Tensor, group: Group, op: str) -> None:

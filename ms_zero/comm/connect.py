@@ -1,21 +1,56 @@
-"""How a process gets its communicator."""
+"""How a process gets its communicator. The only part of the package that reads the environment."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-import mindspore.communication
+import mindspore
+from mindspore import communication
 
 from ms_zero import _compat
 from ms_zero.comm.backend import Backend, SingleBackend
 from ms_zero.comm.communicator import Communicator
+from ms_zero.comm.hccl import HCCLBackend
 from ms_zero.comm.mccl import MCCLBackend
+from ms_zero.comm.nccl import NCCLBackend
 from ms_zero.errors import UserError
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {"CPU": MCCLBackend, "Ascend": HCCLBackend, "GPU": NCCLBackend}
+
+#: What msrun tells its workers.
+_MSRUN_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
 def local() -> Communicator:
     """A communicator for a job of one process; nothing is initialised."""
     return Communicator(SingleBackend(), 0, 1)
+
+
+def connect(target: str) -> Communicator:
+    """Join the job that ``ms-zero launch`` or msrun started this worker for. Call it once, first of all.
+
+    `target` is "CPU" (mccl), "Ascend" (hccl) or "GPU" (nccl). On CPU, operations become blocking, see
+    `ms_zero._compat.launch_blocking`. In the scheduler process this call does not return.
+    Raises UserError for an unknown target, outside msrun, or when the workers cannot be joined.
+    """
+    if target not in _BACKENDS:
+        raise UserError(f"device target {target!r} is unknown; expected one of {', '.join(_BACKENDS)}")
+    missing = [name for name in _MSRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"this process is not a worker of a distributed job ({', '.join(missing)} not set); "
+            "start it with `ms-zero launch RUN.yaml --workers N` or msrun"
+        )
+    if target == "CPU":
+        _compat.launch_blocking()
+    else:
+        mindspore.set_device(target)
+    communication.init()
+    rank, world_size = communication.get_rank(), communication.get_group_size()
+    if target == "CPU":
+        _compat.fix_world_group_cache(rank, world_size)
+    return Communicator(_BACKENDS[target](), rank, world_size)
 
 
 def connect_store(rank: int, world_size: int, port: int, timeout_s: float = 60.0) -> Communicator:

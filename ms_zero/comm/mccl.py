@@ -19,6 +19,7 @@ than one 64 MB message, so here everything is built from ``mint.distributed.send
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +60,7 @@ class MCCLBackend:
             out[:] = _reduce_in_order(list(gathered), op, flat.dtype)
         else:
             bounds = [flat.size * i // group.size for i in range(group.size + 1)]
-            shards = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+            shards = [slice(a, b) for a, b in itertools.pairwise(bounds)]
             _reduce_scatter([flat[s] for s in shards], out[shards[group.index]], group, op)
             _gather(out[shards[group.index]], [out[s] for s in shards], group)
         return Handle(Tensor.from_numpy(out.reshape(array.shape)))
@@ -145,11 +146,11 @@ def _pieces(flat: np.ndarray) -> list[np.ndarray]:
 
 def _row_blocks(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     ends = np.cumsum([0, *counts]).tolist()
-    return [array[a:b].reshape(-1) for a, b in zip(ends, ends[1:])]
+    return [array[a:b].reshape(-1) for a, b in itertools.pairwise(ends)]
 
 
 def _exchange(outgoing: list[np.ndarray], incoming: list[np.ndarray], group: Group) -> None:
-    """Send ``outgoing[i]`` to member i and receive ``incoming[i]`` from it, for all other members, by pieces."""
+    """Send ``outgoing[i]`` to member i and receive ``incoming[i]`` from it, for all others, by pieces."""
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     sends, receives = (
         {i: _pieces(blocks[i]) for i in others} for blocks in (outgoing, incoming)

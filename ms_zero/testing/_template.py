@@ -70,7 +70,7 @@ def _free_port() -> int:
 
 
 def _fork_worker(rank: int, port: int, job: dict[str, Any], earlier: list[_Worker]) -> _Worker:
-    log = tempfile.TemporaryFile()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
     read_fd, write_fd = os.pipe()
     template_pid = os.getpid()
     pid = os.fork()

@@ -46,8 +46,8 @@ def run_workers(
     """Call ``fn(comm, *args)`` on `world_size` workers and return their results in rank order.
 
     `fn` is a module-level function, or "module:name". Arguments and results travel as JSON. `comm` is the
-    worker's :class:`ms_zero.comm.Communicator` (CPU). The first failure, or `timeout_s`, kills all workers and
-    raises WorkerError.
+    worker's :class:`ms_zero.comm.Communicator` (CPU). The first failure, or `timeout_s`, kills all
+    workers and raises WorkerError.
     """
     job = {
         "world_size": world_size,
