@@ -6,6 +6,7 @@ from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum
 from ms_zero.kernels.norm import LayerNorm, RMSNorm
 from ms_zero.kernels.optimizer import adamw_update, sgd_update, sum_of_squares
+from ms_zero.kernels.rotary import RotaryEmbedding
 
 __all__ = [
     "GELU",
@@ -14,6 +15,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "RMSNorm",
+    "RotaryEmbedding",
     "SwiGLU",
     "adamw_update",
     "sgd_update",

@@ -8,6 +8,7 @@ Views of an updated tensor see the update.
 import math
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
 
 from ms_zero.kernels.dispatch import select
@@ -48,8 +49,8 @@ def adamw_update(
         exp_avg_sq: v, fp32 [n], updated.
         grad: fp32 [n], left as it is.
         lr: learning rate.
-        beta1: decay rate of m.
-        beta2: decay rate of v.
+        beta1: decay rate of m, rounded to fp32.
+        beta2: decay rate of v, rounded to fp32; 1-beta and the bias corrections follow the rounded rates.
         eps: added to the root.
         weight_decay: decoupled decay coefficient.
         step: number of this update, from 1.
@@ -67,8 +68,8 @@ def adamw_update(
         exp_avg_sq,
         _scaled(grad, grad_scale),
         lr=float(lr),
-        beta1=float(beta1),
-        beta2=float(beta2),
+        beta1=float(np.float32(beta1)),
+        beta2=float(np.float32(beta2)),
         eps=float(eps),
         weight_decay=float(weight_decay),
         step=int(step),

@@ -2,5 +2,6 @@
 
 from ms_zero.models.gpt import GPT
 from ms_zero.models.init import count_parameters, decay_names, init_rules, initial_values, initialise
+from ms_zero.models.llama import Llama
 
-__all__ = ["GPT", "count_parameters", "decay_names", "init_rules", "initial_values", "initialise"]
+__all__ = ["GPT", "Llama", "count_parameters", "decay_names", "init_rules", "initial_values", "initialise"]

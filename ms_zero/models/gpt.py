@@ -3,7 +3,6 @@
 import math
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 
 from ms_zero import kernels
@@ -12,6 +11,7 @@ from ms_zero.models.layers import (
     Embedding,
     LayerNorm,
     Linear,
+    Positions,
     merge_heads,
     name_parameters_by_path,
     split_heads,
@@ -73,40 +73,15 @@ class GPTBlock(nn.Cell):
     ) -> None:
         super().__init__()
         stds = {"init_std": init_std, "residual_std": residual_std}
-        self.ln_1 = LayerNorm(hidden_size, eps=norm_eps)
+        self.ln_1 = LayerNorm(hidden_size, eps=norm_eps, target=target)
         self.attn = GPTAttention(hidden_size, num_heads, target=target, **stds)
-        self.ln_2 = LayerNorm(hidden_size, eps=norm_eps)
+        self.ln_2 = LayerNorm(hidden_size, eps=norm_eps, target=target)
         self.mlp = GPTMLP(hidden_size, ffn_size, target=target, **stds)
 
     def construct(self, x: Tensor) -> Tensor:
         """Map x [B, T, H] to [B, T, H]."""
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
-
-
-class Positions(nn.Cell):
-    """The positions 0 ... T-1 of a sequence, at most `max_seq_len` of them."""
-
-    def __init__(self, max_seq_len: int) -> None:
-        super().__init__()
-        cache: dict[int, Tensor] = {}
-
-        def positions(length: int) -> Tensor:
-            if length > max_seq_len:
-                raise UserError(
-                    f"model: a sequence of {length} tokens exceeds max_seq_len {max_seq_len}: "
-                    f"shorten it or raise max_seq_len"
-                )
-            if length not in cache:
-                cache[length] = Tensor(np.arange(length, dtype=np.int32))
-            return cache[length]
-
-        # constexpr: called as Python in both modes (at compile time in graph mode).
-        self.positions = ms.constexpr(positions)
-
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Return int32 [T] for input_ids [B, T]."""
-        return self.positions(input_ids.shape[-1])
 
 
 class GPTTransformer(nn.Cell):
@@ -142,11 +117,13 @@ class GPTTransformer(nn.Cell):
             for _ in range(num_layers)
         ]
         self.h = nn.CellList(blocks)
-        self.ln_f = LayerNorm(hidden_size, eps=norm_eps)
+        self.ln_f = LayerNorm(hidden_size, eps=norm_eps, target=target)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Map int32 ids [B, T] to hidden states [B, T, H]."""
-        x = self.wte(input_ids) + self.wpe(self.positions(input_ids))
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map int32 ids [B, T] at positions int32 [T] (0 ... T-1 if None) to hidden states [B, T, H]."""
+        if position_ids is None:
+            position_ids = self.positions(input_ids)
+        x = self.wte(input_ids) + self.wpe(position_ids)
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
@@ -192,6 +169,6 @@ class GPT(nn.Cell):
         self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
         name_parameters_by_path(self)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Return the logits."""
-        return self.lm_head(self.transformer(input_ids)).astype(ms.float32)
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits of tokens at positions int32 [T] (0 ... T-1 if None)."""
+        return self.lm_head(self.transformer(input_ids, position_ids)).astype(ms.float32)

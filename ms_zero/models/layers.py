@@ -5,9 +5,11 @@ before it is initialised is an error.
 """
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_zero import kernels
+from ms_zero.errors import UserError
 from ms_zero.models.init import Normal, Ones, ParameterRule, Zeros
 
 
@@ -68,11 +70,11 @@ class Embedding(nn.Cell):
 class LayerNorm(nn.Cell):
     """Layer normalisation over the last dim with weight and bias [hidden_size]."""
 
-    def __init__(self, hidden_size: int, *, eps: float) -> None:
+    def __init__(self, hidden_size: int, *, eps: float, target: str | None) -> None:
         super().__init__()
         self.weight = empty_parameter(hidden_size)
         self.bias = empty_parameter(hidden_size)
-        self.layer_norm = kernels.LayerNorm(eps)
+        self.layer_norm = kernels.LayerNorm(eps, target)
         self.parameter_rules = {
             "weight": ParameterRule(Ones(), decay=False),
             "bias": ParameterRule(Zeros(), decay=False),
@@ -83,13 +85,52 @@ class LayerNorm(nn.Cell):
         return self.layer_norm(x, self.weight, self.bias)
 
 
+class RMSNorm(nn.Cell):
+    """Root-mean-square normalisation over the last dim with weight [size]."""
+
+    def __init__(self, size: int, *, eps: float, target: str | None) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.rms_norm = kernels.RMSNorm(eps, target)
+        self.parameter_rules = {"weight": ParameterRule(Ones(), decay=False)}
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Normalise x [..., size]."""
+        return self.rms_norm(x, self.weight)
+
+
+class Positions(nn.Cell):
+    """The positions 0 ... T-1 of a sequence, at most `max_seq_len` of them."""
+
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__()
+        cache: dict[int, Tensor] = {}
+
+        def positions(length: int) -> Tensor:
+            if length > max_seq_len:
+                raise UserError(
+                    f"model: a sequence of {length} tokens exceeds max_seq_len {max_seq_len}: "
+                    f"shorten the sequence or raise max_seq_len"
+                )
+            if length not in cache:
+                cache[length] = Tensor(np.arange(length, dtype=np.int32))
+            return cache[length]
+
+        # constexpr: runs as Python in both modes (in graph mode at compile time).
+        self.positions = ms.constexpr(positions)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """Return int32 [T] for input_ids [B, T]; raises UserError for T > max_seq_len."""
+        return self.positions(input_ids.shape[-1])
+
+
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """Reshape [B, T, heads * head_dim] to [B, heads, T, head_dim]."""
+    """Reshape [B, T, heads * head_dim] to [B, T, heads, head_dim]."""
     batch, length, _ = x.shape
-    return x.reshape(batch, length, -1, head_dim).transpose(0, 2, 1, 3)
+    return x.reshape(batch, length, -1, head_dim)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Reshape [B, heads, T, head_dim] to [B, T, heads * head_dim]."""
-    batch, _, length, _ = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+    """Reshape [B, T, heads, head_dim] to [B, T, heads * head_dim]."""
+    batch, length, _, _ = x.shape
+    return x.reshape(batch, length, -1)

@@ -1,0 +1,73 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-rotation form."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from ms_zero.kernels.dispatch import select
+
+
+class _RotaryComposed(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+        self.matmul = ops.MatMul()
+        constants: dict[tuple, Tensor] = {}
+
+        def position_of_rows(batch: int, length: int, heads: int) -> Tensor:
+            key = (batch, length, heads)
+            if key not in constants:
+                positions = np.arange(length, dtype=np.int32)[None, :, None]
+                constants[key] = Tensor(np.broadcast_to(positions, key).reshape(-1))
+            return constants[key]
+
+        def half_rotation(head_dim: int) -> Tensor:
+            if (head_dim,) not in constants:
+                half = head_dim // 2
+                # Row vector times this matrix: [a, b] -> [-b, a].
+                matrix = np.eye(head_dim, k=half) - np.eye(head_dim, k=-half)
+                constants[head_dim,] = Tensor(matrix.astype(np.float32))
+            return constants[head_dim,]
+
+        # constexpr: runs as Python in both modes (in graph mode at compile time), so each is built once.
+        self.position_of_rows = ms.constexpr(position_of_rows)
+        self.half_rotation = ms.constexpr(half_rotation)
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, heads, head_dim = x.shape
+        rows = x.reshape(-1, head_dim)
+        # On CPU, spreading the tables by Gather and rotating by a product with a signed permutation is
+        # several times as fast as broadcasting and concatenating halves, and as exact.
+        positions = self.position_of_rows(batch, length, heads)
+        cos = self.gather(cos.astype(x.dtype), positions, 0)
+        sin = self.gather(sin.astype(x.dtype), positions, 0)
+        rotated = self.matmul(rows, self.half_rotation(head_dim).astype(x.dtype))
+        return (rows * cos + rotated * sin).reshape(x.shape)
+
+
+class _RotaryNative(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = ops.auto_generate.RotaryPositionEmbedding()
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        _, length, _, head_dim = x.shape
+        shape = (1, length, 1, head_dim)
+        return self.rotary(x, cos.astype(x.dtype).reshape(shape), sin.astype(x.dtype).reshape(shape), 0)
+
+
+class RotaryEmbedding(nn.Cell):
+    """x * cos + [-x2, x1] * sin with x = [x1, x2] halves of the last dim.
+
+    x [B, T, H, D] with D even; cos and sin [T, D], constants (no gradient). Returns [B, T, H, D].
+    The Ascend implementation (native RotaryPositionEmbedding) has not been run on an NPU.
+    """
+
+    def __init__(self, target: str | None = None) -> None:
+        super().__init__()
+        implementations = {"CPU": _RotaryComposed, "GPU": _RotaryComposed, "Ascend": _RotaryNative}
+        self.rotary = select("RotaryEmbedding", implementations, target)()
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x."""
+        return self.rotary(x, cos, sin)

@@ -1,0 +1,211 @@
+"""Llama family: pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU (Touvron et al. 2023).
+
+Parameter paths are those of Hugging Face's LlamaForCausalLM. `qkv_bias` gives Qwen2, `qk_norm` Qwen3.
+"""
+
+import math
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from ms_zero import kernels
+from ms_zero.errors import UserError
+from ms_zero.models.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    merge_heads,
+    name_parameters_by_path,
+    split_heads,
+)
+from ms_zero.models.rope import RopeScaling, RotaryTables
+
+
+class LlamaAttention(nn.Cell):
+    """Causal grouped-query self-attention with rotary positions."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        norm_eps: float,
+        init_std: float,
+        residual_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = Linear(hidden_size, q_size, bias=qkv_bias, init_std=init_std)
+        self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, init_std=init_std)
+        self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, init_std=init_std)
+        self.o_proj = Linear(q_size, hidden_size, bias=False, init_std=residual_std)
+        self.q_norm = RMSNorm(head_dim, eps=norm_eps, target=target) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=norm_eps, target=target) if qk_norm else None
+        self.rotary = kernels.RotaryEmbedding(target)
+        self.attention = kernels.CausalAttention(1.0 / math.sqrt(head_dim), target)
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; cos and sin [T, head_dim]."""
+        # The numbers of heads follow from the widths of the projections.
+        q = split_heads(self.q_proj(x), self.head_dim)
+        k = split_heads(self.k_proj(x), self.head_dim)
+        v = split_heads(self.v_proj(x), self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
+        return self.o_proj(merge_heads(self.attention(q, k, v)))
+
+
+class LlamaMLP(nn.Cell):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self, hidden_size: int, ffn_size: int, *, init_std: float, residual_std: float, target: str | None
+    ) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, ffn_size, bias=False, init_std=init_std)
+        self.up_proj = Linear(hidden_size, ffn_size, bias=False, init_std=init_std)
+        self.down_proj = Linear(ffn_size, hidden_size, bias=False, init_std=residual_std)
+        self.act = kernels.SwiGLU(target)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]."""
+        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
+
+
+class LlamaLayer(nn.Cell):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        ffn_size: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        norm_eps: float,
+        init_std: float,
+        residual_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, eps=norm_eps, target=target)
+        self.self_attn = LlamaAttention(
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+            init_std=init_std,
+            residual_std=residual_std,
+            target=target,
+        )
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=norm_eps, target=target)
+        self.mlp = LlamaMLP(
+            hidden_size, ffn_size, init_std=init_std, residual_std=residual_std, target=target
+        )
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; cos and sin [T, head_dim]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Cell):
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self,
+        embed_tokens: Embedding,
+        rotary_emb: RotaryTables,
+        layers: list[LlamaLayer],
+        norm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.rotary_emb = rotary_emb
+        self.layers = nn.CellList(layers)
+        self.norm = norm
+
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map int32 ids [B, T] at positions int32 [T] (0 ... T-1 if None) to hidden states [B, T, H]."""
+        cos, sin = self.rotary_emb(input_ids, position_ids)
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class Llama(nn.Cell):
+    """Llama-style language model: int32 input_ids [B, T] -> fp32 logits [B, T, vocab_size].
+
+    Parameters are created without storage; see `ms_zero.models.initialise`. target: device target of the
+    kernels, None for the current one. Raises UserError when num_kv_heads does not divide num_heads, when
+    head_dim is odd and, when called, for T > max_seq_len.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        ffn_hidden_size: int,
+        max_seq_len: int,
+        norm_eps: float = 1e-5,
+        init_std: float = 0.02,
+        tie_embeddings: bool = False,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        target: str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise UserError(f"model: num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")
+        if head_dim % 2:
+            raise UserError(f"model: head_dim {head_dim} is odd: rotary positions need an even one")
+        layers = [
+            LlamaLayer(
+                hidden_size,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                ffn_hidden_size,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                norm_eps=norm_eps,
+                init_std=init_std,
+                residual_std=init_std / math.sqrt(2 * num_layers),
+                target=target,
+            )
+            for _ in range(num_layers)
+        ]
+        self.model = LlamaModel(
+            Embedding(vocab_size, hidden_size, init_std=init_std),
+            RotaryTables(head_dim, max_seq_len, theta=rope_theta, scaling=rope_scaling),
+            layers,
+            RMSNorm(hidden_size, eps=norm_eps, target=target),
+        )
+        shared = self.model.embed_tokens.weight if tie_embeddings else None
+        self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
+        name_parameters_by_path(self)
+
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits of tokens at positions int32 [T] (0 ... T-1 if None)."""
+        return self.lm_head(self.model(input_ids, position_ids)).astype(ms.float32)

@@ -1,0 +1,126 @@
+"""Which primitive, with which arguments, each kernel issues on Ascend; a stand-in records it."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from ms_zero import kernels
+from ms_zero.kernels import optimizer
+
+RNG = np.random.default_rng(0)
+
+
+class Recorder:
+    """Stands for a primitive class: records constructor arguments and calls, returns what `answer` gives."""
+
+    def __init__(self, answer):
+        self.answer, self.built, self.calls = answer, [], []
+
+    def __call__(self, *args, **kwargs):
+        self.built.append((args, kwargs))
+        recorder = self
+
+        class StandIn(nn.Cell):
+            def construct(self, *args):
+                recorder.calls.append(args)
+                return recorder.answer(*args)
+
+        return StandIn()
+
+
+@pytest.fixture
+def record(monkeypatch):
+    def install(owner, name, answer):
+        recorder = Recorder(answer)
+        monkeypatch.setattr(owner, name, recorder)
+        return recorder
+
+    return install
+
+
+def tensor(*shape, dtype=np.float32):
+    return Tensor(RNG.standard_normal(shape).astype(dtype))
+
+
+def test_gelu_is_the_native_gelu(record):
+    recorder = record(ops, "GeLU", lambda x: x)
+    x = tensor(2, 3)
+    kernels.GELU("Ascend")(x)
+    assert recorder.built == [((), {})]
+    assert recorder.calls == [(x,)]
+
+
+def test_swiglu_concatenates_gate_and_up(record):
+    recorder = record(ops.auto_generate, "Swiglu", lambda both, dim: both)
+    gate, up = tensor(2, 3), tensor(2, 3)
+    kernels.SwiGLU("Ascend")(gate, up)
+    ((both, dim),) = recorder.calls
+    assert dim == -1
+    assert np.array_equal(both.asnumpy(), np.concatenate([gate.asnumpy(), up.asnumpy()], -1))
+
+
+def test_rms_norm_passes_eps_and_returns_the_first_output(record):
+    recorder = record(ops.auto_generate, "RmsNorm", lambda x, weight: (x, None))
+    x, weight = tensor(2, 3), tensor(3)
+    assert kernels.RMSNorm(1e-6, "Ascend")(x, weight) is x
+    assert recorder.built == [((1e-6,), {})]
+    assert recorder.calls[0][0] is x
+    assert recorder.calls[0][1] is weight
+
+
+def test_layer_norm_is_the_native_layer_norm(record):
+    recorder = record(ops, "LayerNorm", lambda x, weight, bias: (x, None, None))
+    x, weight, bias = tensor(2, 3), tensor(3), tensor(3)
+    assert kernels.LayerNorm(1e-6, "Ascend")(x, weight, bias) is x
+    assert recorder.built == [((), {"begin_norm_axis": -1, "begin_params_axis": -1, "epsilon": 1e-6})]
+
+
+def test_rotary_takes_tables_as_1s1d_in_the_dtype_of_x(record):
+    recorder = record(ops.auto_generate, "RotaryPositionEmbedding", lambda x, cos, sin, mode: x)
+    x, cos, sin = tensor(2, 5, 3, 4, dtype=np.float16), tensor(5, 4), tensor(5, 4)
+    kernels.RotaryEmbedding("Ascend")(x, cos, sin)
+    ((given, cos_given, sin_given, mode),) = recorder.calls
+    assert given is x
+    assert mode == 0  # rotate half
+    assert cos_given.shape == sin_given.shape == (1, 5, 1, 4)
+    assert cos_given.dtype == sin_given.dtype == ms.float16
+    assert np.array_equal(cos_given.asnumpy().reshape(5, 4), cos.asnumpy().astype(np.float16))
+    assert np.array_equal(sin_given.asnumpy().reshape(5, 4), sin.asnumpy().astype(np.float16))
+
+
+def test_half_precision_attention_is_flash_attention(record):
+    recorder = record(ops.auto_generate, "FlashAttentionScore", lambda *args: (None, None, None, "out"))
+    q, k, v = (tensor(2, 5, heads, 16, dtype=np.float16) for heads in (4, 2, 2))
+    assert kernels.CausalAttention(0.25, "Ascend")(q, k, v) == "out"
+    settings = {"head_num": 4, "scale_value": 0.25, "input_layout": "BSND", "sparse_mode": 2}
+    assert recorder.built == [((), settings)]
+    ((*tensors, shift, drop, padding, mask),) = recorder.calls
+    assert [id(t) for t in tensors] == [id(q), id(k), id(v)]
+    assert (shift, drop, padding) == (None, None, None)
+    assert mask.dtype == ms.uint8
+    assert np.array_equal(mask.asnumpy(), np.triu(np.ones((2048, 2048)), 1))  # 1: discard
+
+
+def test_fp32_attention_on_ascend_is_the_composed_one(record):
+    recorder = record(ops.auto_generate, "FlashAttentionScore", lambda *args: args)
+    q, k, v = (tensor(2, 5, heads, 16) for heads in (4, 2, 2))
+    out = kernels.CausalAttention(0.25, "Ascend")(q, k, v).asnumpy()
+    assert np.array_equal(out, kernels.CausalAttention(0.25, "CPU")(q, k, v).asnumpy())
+    assert recorder.calls == []
+
+
+def test_adamw_is_the_native_adamw_counting_steps_from_zero(monkeypatch):
+    calls = []
+    monkeypatch.setattr(optimizer, "_ADAMW_NATIVE", lambda *args: calls.append(args))
+    param, exp_avg, exp_avg_sq, grad = (tensor(7) for _ in range(4))
+    hyper = {"lr": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    kernels.adamw_update(
+        param, exp_avg, exp_avg_sq, grad, **hyper, step=3, grad_scale=0.5, target="Ascend"
+    )
+    ((p, m, v, max_v, g, step, *scalars),) = calls
+    assert [id(t) for t in (p, m, v, max_v)] == [id(t) for t in (param, exp_avg, exp_avg_sq, exp_avg_sq)]
+    assert np.array_equal(g.asnumpy(), grad.asnumpy() * np.float32(0.5))
+    assert step.asnumpy().tolist() == [2.0]
+    rates = [float(np.float32(0.9)), float(np.float32(0.95))]
+    assert scalars == [0.5, *rates, 0.1, 1e-8, False, False]
