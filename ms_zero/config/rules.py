@@ -33,7 +33,7 @@ class Rule(Explanation):
 def run_rules(facts: Facts, problems: list[Problem]) -> list[Finding]:
     """Turn the problems of deriving into findings, then run every rule whose keys have values.
 
-    Keys without effect go back to their defaults first, so that no rule stumbles over a value that nobody uses.
+    Keys without effect go back to their defaults first, so that no rule stumbles over them.
     """
     ignored = ignored_keys(facts.values)
     for path in ignored:

@@ -88,7 +88,7 @@ def _label(file: Path) -> str:
     """Name a file in messages: as given, or relative to the working directory when below it."""
     try:
         return str(file.relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError):  # elsewhere, or the working directory is gone
         return str(file)
 
 

@@ -59,7 +59,7 @@ def _convert_number(spec: Key, base: type, value: float) -> float:
         number = base(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         wanted = f"a finite number {spec.range_text()}".rstrip()
         raise RefusedValue("MZ006", f"{show(value)} is not finite; expected {wanted}")
     if not spec.allows(number):

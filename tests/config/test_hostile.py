@@ -2,11 +2,13 @@
 
 import os
 import re
+from random import Random
 
 import pytest
 
 from ms_zero.config import ConfigError, load_config
 from ms_zero.config.explanations import READING
+from ms_zero.resources import find_preset
 
 ALIAS_BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join(['*' + old] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi")
@@ -121,6 +123,12 @@ FILES = [
     ("not a number", "MZ006", "nan is not finite", "optim: {lr: .nan}\n"),
     ("float overflow", "MZ006", "inf is not finite", "optim: {lr: 1e999}\n"),
     ("huge integer", "MZ006", "out of range", "train: {steps: 99999999999999999999}\n"),
+    (
+        "integer beyond floats",
+        "MZ006",
+        "train.steps: 9+\\.\\.\\. is out of",
+        f"train: {{steps: {HUGE[:3000]}}}\n",
+    ),
     ("gigantic integer as number", "MZ006", "is not finite", f"optim: {{lr: {HUGE[:3000]}}}\n"),
     ("gigantic integer", "MZ005", "inf is not an integer", f"train: {{steps: {HUGE}}}\n"),
     ("zero", "MZ006", "train.steps: 0 is out of range; expected at least 1", "train: {steps: 0}\n"),
@@ -262,6 +270,41 @@ def test_a_tree_of_includes_is_bounded(write):
     with pytest.raises(ConfigError, match="more than 64 files") as caught:
         load_config(write("include: ./0.yaml\n"))
     assert len(caught.value.findings) < 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_is_refused_or_harmless(write, seed):
+    source = find_preset("runs", "quickstart").read_bytes()
+    pieces = [
+        b"!!",
+        b"&a ",
+        b"*a",
+        b"<<: ",
+        b"[",
+        b"{",
+        b"}",
+        b"|",
+        b"? ",
+        b": ",
+        b"\t",
+        b"1e",
+        b"'",
+        b"\xff",
+        b"\n  ",
+    ]
+    random = Random(seed)
+    refused = 0
+    for _ in range(50):
+        damaged = bytearray(source)
+        for _ in range(random.randint(1, 4)):
+            start = random.randrange(len(damaged))
+            damaged[start : start + random.randint(0, 9)] = random.choice([*pieces, HUGE[:400].encode()])
+        try:
+            load_config(write(bytes(damaged)))
+        except ConfigError as error:
+            refused += 1
+            assert all(line.isprintable() for line in str(error).split("\n"))
+    assert refused > 10
 
 
 def test_many_violations_are_cut_short(refused):
