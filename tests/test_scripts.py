@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOOLS = "bash dirname cat cmp sed grep head tail ls rm mv date readlink flock".split()
+TOOLS = ("bash", "cat", "cmp", "date", "dirname", "flock", "grep", "head", "ls", "mv", "readlink", "rm")
+TOOLS += ("sed", "tail")
 
 
 def executable(path, text):
