@@ -298,7 +298,7 @@ def test_random_damage_is_refused_or_harmless(write, seed):
         damaged = bytearray(source)
         for _ in range(random.randint(1, 4)):
             start = random.randrange(len(damaged))
-            damaged[start : start + random.randint(0, 9)] = random.choice([*pieces, HUGE[:400].encode()])
+            damaged[start : start + random.randint(0, 9)] = random.choice(pieces)
         try:
             load_config(write(bytes(damaged)))
         except ConfigError as error:
