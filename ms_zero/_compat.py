@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import mindspore
-from mindspore import Tensor
+import numpy as np
+from mindspore import Parameter, Tensor
 from mindspore import _c_expression as _c
 from mindspore.common._grad_function import _Function
 from mindspore.communication import GlobalComm
@@ -64,6 +65,21 @@ def backward(
     if grads is not None:
         grads = tuple(grads) if isinstance(grads, (tuple, list)) else (grads,)
     _c.run_backward(tuple(outputs), grads, keep_graph, False, tuple(inputs), True, accumulate_grad=True)
+
+
+def clear_grads(params: Iterable[Parameter]) -> None:
+    """Drop what :func:`backward` accumulated on parameters. Checked on 2.10.0: ``Tensor._grad``."""
+    for param in params:
+        param._grad = None
+
+
+def host_view(tensor: Tensor) -> np.ndarray:
+    """The storage of a CPU tensor as a writable array that shares it; same shape.
+
+    Only with blocking launch (:func:`launch_blocking`), so that no queued operation still reads or writes it.
+    Checked on 2.10.0: ``Tensor.asnumpy`` shares the storage on CPU.
+    """
+    return tensor.asnumpy()
 
 
 def launch_blocking() -> None:
