@@ -25,7 +25,7 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
         seeded_values(model, config.train.seed),
         comm=pmesh.comm,
         group=group,
-        bucket_elements=max(1, int(config.parallel.bucket_mb * 2**20) // _BYTES_PER_ELEMENT),
+        bucket_elements=max(1, int(config.parallel.bucket_mb * 1e6) // _BYTES_PER_ELEMENT),
         key_of=models.decay_names(model).__contains__,
     )
     optimizer = build_optimizer(config.optim, parallel)

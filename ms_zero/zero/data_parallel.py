@@ -6,7 +6,7 @@ One step has three phases:
    the last only accumulate locally.
 2. The last microbatch: a bucket whose gradients are complete is reduce-scattered at once, while backward
    goes on. Buckets are issued in one fixed order whatever order gradients appear in, because every rank must
-   issue the same collectives in the same order. At the end of backward, what was not delivered counts as zero.
+   issue the same collectives in the same order. At the end of backward, what is missing counts as zero.
 3. ``reduce()`` waits: each rank holds its chunk of the sum. ``gather()`` gives every rank the whole gradient.
 
 Reduce-scatter sums in rank order at the owner, so the sum of an element does not depend on which bucket it

@@ -1,0 +1,237 @@
+"""One training run from start to end: resume, steps, evaluation, checkpoints, log, graceful stop."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ms_zero.checkpoint import latest, open_checkpoint, prune, save
+from ms_zero.comm import Communicator, ProcessMesh
+from ms_zero.config import Loaded, RunConfig, dump, mesh_of
+from ms_zero.data import TextData, load_text, unigram_entropy
+from ms_zero.errors import UserError
+from ms_zero.hardware import peak_flops
+from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
+from ms_zero.optim.schedule import Schedule
+from ms_zero.plan.flops import train_flops_per_token
+from ms_zero.recipes.build import DATA_AXES, build_engine
+from ms_zero.trainer import BatchShape, StepResult, Trainer
+
+# So many skipped steps in a row mean that the run is broken, not that one batch was unlucky.
+MAX_SKIPPED_IN_A_ROW = 10
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+def run(loaded: Loaded, comm: Communicator) -> int:
+    """Train as configured; every worker of the job calls this.
+
+    Returns:
+        0 when the run is complete, or was stopped by SIGTERM or SIGINT after saving.
+
+    Raises:
+        UserError: bad data, checkpoint or environment.
+    """
+    with _stop_on_signals() as stop:
+        session = _Session(loaded, comm)
+        session.introduce(loaded)
+        session.resume()
+        session.train(stop)
+    return 0
+
+
+def build_trainer(config: RunConfig, text: TextData, comm: Communicator) -> Trainer:
+    """The trainer of a run, at step 0 with initial values."""
+    pmesh = ProcessMesh(mesh_of(config, comm.world_size), comm)
+    train = config.train
+    return Trainer(
+        build_engine(config, pmesh),
+        text.train_loader(train.seed),
+        build_schedule(config),
+        comm=comm,
+        group=pmesh.group(*DATA_AXES),
+        batch=BatchShape(train.micro_batch_size, train.accumulation_steps),
+        clip_norm=config.optim.clip_norm,
+    )
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    """The learning rate of each update of a run."""
+    optim = config.optim
+    return Schedule(
+        optim.schedule,
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        warmup_steps=optim.warmup_steps,
+        total_steps=config.train.steps,
+        decay_steps=optim.decay_steps or 0,
+    )
+
+
+def load_data(config: RunConfig) -> TextData:
+    """The corpus of a run, tokenized, split and packed."""
+    data = config.data
+    return load_text(
+        source=data.source,
+        files=data.files,
+        tokenizer=data.tokenizer,
+        seq_len=data.seq_len,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+class StopFlag:
+    """Becomes true when the process is asked to end."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request(self, signum: int, frame: object) -> None:
+        """Signal handler."""
+        self.requested = True
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[StopFlag]:
+    """SIGTERM and SIGINT ask for an orderly end instead of killing the process."""
+    stop = StopFlag()
+    previous = {number: signal.signal(number, stop.request) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Session:
+    """The parts of one run and the order in which they are used."""
+
+    def __init__(self, loaded: Loaded, comm: Communicator) -> None:
+        config = self.config = loaded.config
+        self.comm = comm
+        self.output = Path(config.train.output_dir)
+        self.text = load_data(config)
+        self.trainer = build_trainer(config, self.text, comm)
+        self.validation = self.text.validation_loader() if config.train.eval_interval else None
+        # The last rank holds the last pipeline stage, and with it the loss, in every layout.
+        prints = config.monitor.console and comm.rank == comm.world_size - 1
+        jsonl = self.output / "logs" / f"metrics-{comm.rank:05d}.jsonl" if config.monitor.jsonl else None
+        self.monitor = Monitor(sys.stdout if prints else None, jsonl)
+        self.throughput = Throughput(
+            num_devices=comm.world_size,
+            flops_per_token=train_flops_per_token(config.model, config.data.seq_len),
+            peak_flops=peak_flops(config.hardware.device, "fp32"),
+        )
+
+    def introduce(self, loaded: Loaded) -> None:
+        """Say what is about to be trained on what."""
+        self.monitor.message(self.text.summary())
+        for warning in loaded.warnings:
+            self.monitor.message(f"warning: {warning}")
+        if self.validation is not None:
+            entropy = unigram_entropy(self.text.validation.stream.tokens)
+            self.monitor.event("unigram_entropy", nats=entropy)
+
+    def resume(self) -> None:
+        """Load the checkpoint that the config asks for."""
+        path = self._checkpoint_to_resume()
+        if path is None:
+            return
+        checkpoint = open_checkpoint(path)
+        self.trainer.load_state(checkpoint.state)
+        self.trainer.engine.load_state(checkpoint)
+        self.monitor.event("resume", path=str(path), step=self.trainer.progress.step)
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        wanted = self.config.checkpoint.resume
+        if wanted == "never":
+            return None
+        if wanted != "auto":
+            return Path(wanted)
+        return latest(self.output / CHECKPOINT_FOLDER, on_skip=self.monitor.message)
+
+    def train(self, stop: StopFlag) -> None:
+        """Step until the end or until somebody asks to stop; save at the end either way."""
+        steps, progress = self.config.train.steps, self.trainer.progress
+        if progress.step >= steps:
+            self.monitor.message(f"nothing to do: {progress.step} of {steps} steps are done")
+            return
+        saved_step = progress.step
+        skipped_in_a_row = 0
+        while progress.step < steps:
+            result = self._timed_step(stop)
+            skipped_in_a_row = skipped_in_a_row + 1 if result.nonfinite else 0
+            _check_health(skipped_in_a_row, result)
+            if self._is_due(self.config.train.eval_interval, result):
+                with self.throughput.paused():
+                    self._evaluate()
+            if self._is_due(self.config.checkpoint.interval, result) or result.stop:
+                with self.throughput.paused():
+                    self._save()
+                saved_step = result.step
+            if result.stop:
+                self.monitor.message(f"stopped on request after step {result.step} of {steps}, saved")
+                return
+        if saved_step != progress.step:
+            self._save()
+
+    def _is_due(self, interval: int, result: StepResult) -> bool:
+        """True every ``interval`` steps and at the last; 0 is never."""
+        return interval > 0 and (result.step % interval == 0 or result.step == self.config.train.steps)
+
+    def _timed_step(self, stop: StopFlag) -> StepResult:
+        result = self.trainer.step(stop_requested=stop.requested)
+        rates = self.throughput.step(self.trainer.global_batch_size * self.config.data.seq_len)
+        if result.nonfinite:
+            self.monitor.event("skipped_step", step=result.step, first_nonfinite=result.nonfinite)
+        if result.step % self.config.train.log_interval == 0 or result.step == self.config.train.steps:
+            self.monitor.log(self._record(result, rates))
+        return result
+
+    def _record(self, result: StepResult, rates: Rates) -> StepRecord:
+        progress, steps = self.trainer.progress, self.config.train.steps
+        return StepRecord(
+            step=result.step,
+            total_steps=steps,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * self.config.data.seq_len,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens_per_second_per_device=rates.tokens_per_second_per_device,
+            tflops_per_device=rates.tflops_per_device,
+            mfu=rates.mfu,
+            memory_bytes=host_rss_bytes(),
+            eta_seconds=rates.eta_seconds(steps - result.step),
+        )
+
+    def _evaluate(self) -> None:
+        loss = self.trainer.evaluate(self.validation, self.config.train.eval_samples)
+        self.monitor.event("validation", step=self.trainer.progress.step, loss=loss)
+
+    def _save(self) -> None:
+        root, comm, step = self.output / CHECKPOINT_FOLDER, self.comm, self.trainer.progress.step
+        state = {**self.trainer.state(), "config": dump(self.config), "world_size": comm.world_size}
+        shards = self.trainer.engine.state_shards()
+        path = save(
+            root,
+            step,
+            shards,
+            state,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            exchange=comm.exchange,
+            barrier=comm.barrier,
+        )
+        if comm.rank == 0:
+            prune(root, self.config.checkpoint.keep)
+        self.monitor.event("checkpoint", step=step, path=str(path))
+
+
+def _check_health(skipped_in_a_row: int, result: StepResult) -> None:
+    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise UserError(
+            f"step {result.step}: {skipped_in_a_row} steps in a row had gradients that are not finite, first "
+            f"{result.nonfinite}; nothing was applied: lower optim.lr or look at the data, then resume from "
+            f"the last checkpoint"
+        )
