@@ -12,7 +12,7 @@ than one 64 MB message, so here everything is built from ``mint.distributed.send
   the data into calls. float16 and bfloat16 are accumulated in float32 and rounded once.
 - Memory is handled as numpy arrays that share storage with tensors (no copies, nothing recorded by
   autograd). Pieces are slices of numpy arrays, never tensor views: a tensor view as a receive buffer is
-  silently not written.
+  silently not written. bfloat16 is moved as float16 bits, because numpy crashes on empty bfloat16 arrays.
 - All messages use the world group: order between two ranks is the global issue order, which is the same on
   all ranks, so sub-groups need no framework group.
 """
@@ -57,28 +57,29 @@ class MCCLBackend:
         if array.nbytes <= SMALL_BYTES:
             gathered = np.empty((group.size, flat.size), flat.dtype)
             _gather(flat, list(gathered), group)
-            out[:] = _reduce_in_order(list(gathered), op, flat.dtype)
+            out[:] = _reduce_in_order(list(gathered), op, _numpy_dtype(x.dtype))
         else:
             bounds = [flat.size * i // group.size for i in range(group.size + 1)]
             shards = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-            _reduce_scatter([flat[s] for s in shards], out[shards[group.index]], group, op)
-            _gather(out[shards[group.index]], [out[s] for s in shards], group)
-        return Handle(Tensor.from_numpy(out.reshape(array.shape)))
+            mine = out[shards[group.index]]
+            _reduce_scatter([flat[s] for s in shards], mine, group, op, _numpy_dtype(x.dtype))
+            _gather(mine, [out[s] for s in shards], group)
+        return Handle(_tensor(out.reshape(array.shape), x.dtype))
 
     def all_gather(self, x: Tensor, group: Group) -> Handle[Tensor]:
         """Each member sends its tensor to every other: (N-1)/N of the full size."""
         array = _array(x)
         out = np.empty((group.size, *array.shape), array.dtype)
         _gather(array.reshape(-1), list(out.reshape(group.size, -1)), group)
-        return Handle(Tensor.from_numpy(out.reshape(group.size * array.shape[0], *array.shape[1:])))
+        return Handle(_tensor(out.reshape(group.size * array.shape[0], *array.shape[1:]), x.dtype))
 
     def reduce_scatter(self, x: Tensor, group: Group, op: ReduceOp) -> Handle[Tensor]:
         """Each block goes straight to its owner, who adds in rank order: (N-1)/N of the full size."""
         array = _array(x)
         blocks = array.reshape(group.size, -1)
         out = np.empty(blocks.shape[1], array.dtype)
-        _reduce_scatter(list(blocks), out, group, op)
-        return Handle(Tensor.from_numpy(out.reshape(array.shape[0] // group.size, *array.shape[1:])))
+        _reduce_scatter(list(blocks), out, group, op, _numpy_dtype(x.dtype))
+        return Handle(_tensor(out.reshape(array.shape[0] // group.size, *array.shape[1:]), x.dtype))
 
     def all_to_all(
         self, x: Tensor, group: Group, send_counts: Sequence[int], recv_counts: Sequence[int]
@@ -89,7 +90,7 @@ class MCCLBackend:
         outgoing, incoming = _row_blocks(array, send_counts), _row_blocks(out, recv_counts)
         incoming[group.index][:] = outgoing[group.index]
         _exchange(outgoing, incoming, group)
-        return Handle(Tensor.from_numpy(out))
+        return Handle(_tensor(out, x.dtype))
 
     def broadcast(self, x: Tensor, src_rank: int, group: Group) -> Handle[Tensor]:
         """A chain from the source through the members, in pieces, so that the links work at the same time."""
@@ -102,7 +103,7 @@ class MCCLBackend:
                 _recv(piece, before, group)
             if position < group.size - 1:
                 _send(piece, after, group)
-        return Handle(Tensor.from_numpy(out))
+        return Handle(_tensor(out, x.dtype))
 
     def send(self, x: Tensor, dst_rank: int, group: Group) -> Handle[None]:
         """Send in pieces; returns when the bytes have left (the receiver buffers them)."""
@@ -114,19 +115,32 @@ class MCCLBackend:
         self, shape: tuple[int, ...], dtype: mstype.Type, src_rank: int, group: Group
     ) -> Handle[Tensor]:
         """Receive in the same pieces."""
-        out = np.empty(shape, mstype.dtype_to_nptype(dtype))
+        out = np.empty(shape, _wire_dtype(dtype))
         for piece in _pieces(out.reshape(-1)):
             _recv(piece, src_rank, group)
-        return Handle(Tensor.from_numpy(out))
+        return Handle(_tensor(out, dtype))
 
     def barrier(self, group: Group) -> None:
         """Gather one number from everybody."""
         _gather(np.zeros(1, np.int32), [np.empty(1, np.int32) for _ in group.ranks], group)
 
 
+def _numpy_dtype(dtype: mstype.Type) -> np.dtype:
+    return np.dtype(mstype.dtype_to_nptype(dtype))
+
+
+def _wire_dtype(dtype: mstype.Type) -> np.dtype:
+    return np.dtype(np.float16) if dtype == mstype.bfloat16 else _numpy_dtype(dtype)
+
+
 def _array(x: Tensor) -> np.ndarray:
-    """The values of `x` as a C-contiguous array; shares storage when `x` is contiguous."""
-    return np.ascontiguousarray(x.asnumpy()).reshape(x.shape)
+    """The values of `x` as a C-contiguous array in the wire dtype; shares storage when `x` is contiguous."""
+    return np.ascontiguousarray(x.asnumpy()).reshape(x.shape).view(_wire_dtype(x.dtype))
+
+
+def _tensor(array: np.ndarray, dtype: mstype.Type) -> Tensor:
+    """A tensor that shares the storage of an array in the wire dtype."""
+    return Tensor.from_numpy(array.view(_numpy_dtype(dtype)))
 
 
 def _send(piece: np.ndarray, rank: int, group: Group) -> None:
@@ -171,7 +185,9 @@ def _gather(mine: np.ndarray, slots: list[np.ndarray], group: Group) -> None:
     _exchange([mine] * group.size, slots, group)
 
 
-def _reduce_scatter(blocks: list[np.ndarray], out: np.ndarray, group: Group, op: ReduceOp) -> None:
+def _reduce_scatter(
+    blocks: list[np.ndarray], out: np.ndarray, group: Group, op: ReduceOp, dtype: np.dtype
+) -> None:
     """Reduce ``blocks[i]`` of all members into `out` at member i, a piece at a time.
 
     Blocks may differ in length, by member.
@@ -185,16 +201,22 @@ def _reduce_scatter(blocks: list[np.ndarray], out: np.ndarray, group: Group, op:
         _exchange([b[part] for b in blocks], contributions, group)
         if target.size:
             contributions[group.index] = blocks[group.index][part]
-            target[:] = _reduce_in_order(contributions, op, out.dtype)
+            target[:] = _reduce_in_order(contributions, op, dtype)
 
 
 def _reduce_in_order(contributions: list[np.ndarray], op: ReduceOp, dtype: np.dtype) -> np.ndarray:
-    """Member 0's contribution first, then 1, ...; 2-byte floats in float32, rounded once."""
+    """Member 0's contribution first, then 1, ...; 2-byte floats in float32, rounded once to `dtype`.
+
+    Arguments and result are in the wire dtype. Overflow gives infinity, as on a device, without a warning.
+    """
+    wire = contributions[0].dtype
+    if contributions[0].size == 0:
+        return contributions[0]
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    total = contributions[0].astype(wide)
-    for contribution in contributions[1:]:
-        _UFUNCS[op](total, contribution.astype(wide, copy=False), out=total)
-    if op == "avg":
-        total /= len(contributions)
-    with np.errstate(over="ignore"):
-        return total.astype(dtype, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = contributions[0].view(dtype).astype(wide)
+        for contribution in contributions[1:]:
+            _UFUNCS[op](total, contribution.view(dtype).astype(wide, copy=False), out=total)
+        if op == "avg":
+            total /= len(contributions)
+        return total.astype(dtype, copy=False).view(wire)

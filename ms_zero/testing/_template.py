@@ -6,6 +6,7 @@ Reads one job per line on standard input and writes one report per line on stand
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -84,6 +85,7 @@ def _fork_worker(rank: int, port: int, job: dict[str, Any], earlier: list[_Worke
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
+        faulthandler.enable()
         _report(write_fd, _work(rank, port, job))
         signal.pause()  # peers may still need this process; the template ends it
     finally:

@@ -1,0 +1,119 @@
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, ops
+
+from ms_zero import _compat
+
+
+@pytest.fixture
+def weight():
+    return Parameter(Tensor(np.array([1.0, 2.0, 3.0], np.float32)), name="w")
+
+
+def test_backward_fills_grad_of_parameters_and_inputs(weight):
+    x = Tensor(np.array([4.0, 5.0, 6.0], np.float32))
+    x.requires_grad_(True)
+    with _compat.tape():
+        loss = (weight * x).sum()
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [4, 5, 6])
+    np.testing.assert_array_equal(x._grad.asnumpy(), [1, 2, 3])
+
+
+def test_several_graphs_live_at_once_and_gradients_add_up(weight):
+    losses = []
+    for scale in (1.0, 10.0, 100.0):
+        with _compat.tape():
+            losses.append((weight * weight * scale).sum())
+    for loss in losses:
+        _compat.backward(loss)
+    np.testing.assert_allclose(weight._grad.asnumpy(), np.array([1, 2, 3]) * 2 * 111.0)
+
+
+def test_output_gradients_and_several_outputs(weight):
+    with _compat.tape():
+        first, second = weight * 2, weight * 3
+    ones = ops.ones_like(first)
+    _compat.backward((first, second), (ones, ones * 10))
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [32, 32, 32])
+
+
+def test_inputs_limits_what_receives_a_gradient(weight):
+    other = Parameter(Tensor(np.ones(3, np.float32)), name="other")
+    with _compat.tape():
+        loss = (weight * other).sum()
+    _compat.backward(loss, inputs=(other,))
+    assert weight._grad is None
+    np.testing.assert_array_equal(other._grad.asnumpy(), [1, 2, 3])
+
+
+def test_keep_graph_allows_a_second_backward(weight):
+    with _compat.tape():
+        loss = (weight * weight).sum()
+    _compat.backward(loss, keep_graph=True)
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [4, 8, 12])
+
+
+def test_no_grad_and_outside_of_the_tape_nothing_is_recorded(weight):
+    with _compat.tape(), _compat.no_grad():
+        constant = weight * 5
+    with _compat.tape():
+        loss = (weight * constant).sum()
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [5, 10, 15])
+
+
+def test_tape_restores_the_previous_state_after_an_error(weight):
+    with pytest.raises(KeyError), _compat.tape():
+        raise KeyError
+    outside = weight * 2
+    with _compat.tape():
+        loss = (weight * outside).sum()
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [2, 4, 6])
+
+
+def test_function_class_uses_its_own_backward(weight):
+    class Doubled(_compat.function_class):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.factor, None
+
+    with _compat.tape():
+        loss = Doubled.apply(weight, 7.0).sum()
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [7, 7, 7])
+
+
+def test_backward_inside_a_function_backward(weight):
+    class Recomputed(_compat.function_class):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            inner = x.data
+            inner.requires_grad_(True)
+            with _compat.tape():
+                y = inner * inner
+            _compat.backward(y, grad)
+            return inner._grad
+
+    with _compat.tape():
+        loss = Recomputed.apply(weight * 1).sum()
+    _compat.backward(loss)
+    np.testing.assert_array_equal(weight._grad.asnumpy(), [2, 4, 6])
+
+
+def test_device_target_is_cpu_here():
+    assert _compat.device_target() == ms.get_context("device_target") == "CPU"
