@@ -29,20 +29,26 @@ class World:
             futures = [pool.submit(function, rank) for rank in range(self.size)]
             return [future.exception() or future.result() for future in futures]
 
+    def save_rank(self, root, step, rank, shards, state):
+        """The part of one rank in a save; for use inside `run`."""
+        return save(
+            root,
+            step,
+            shards,
+            state,
+            rank=rank,
+            world_size=self.size,
+            exchange=lambda obj: self.exchange(rank, obj),
+            barrier=self._meet.wait,
+        )
+
     def save(self, root, step, shards_of_rank, state, roots=None):
-        """Save with every rank; `shards_of_rank` is a list of lists of (Shard, array)."""
+        """Save with every rank; `roots` and a list of states give each rank its own."""
+        roots = roots or [root] * self.size
+        states = state if isinstance(state, list) else [state] * self.size
 
         def one(rank):
-            return save(
-                roots[rank] if roots else root,
-                step,
-                shards_of_rank[rank],
-                state[rank] if isinstance(state, list) else state,
-                rank=rank,
-                world_size=self.size,
-                exchange=lambda obj: self.exchange(rank, obj),
-                barrier=self._meet.wait,
-            )
+            return self.save_rank(roots[rank], step, rank, shards_of_rank[rank], states[rank])
 
         return self.run(one)
 

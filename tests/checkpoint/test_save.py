@@ -1,18 +1,21 @@
 """Saving: all ranks succeed or all fail with one reason, and nothing that was good is ever lost."""
 
+import contextlib
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ms_zero.checkpoint import SaveError, Shard, directory, latest, open_checkpoint
+from ms_zero.checkpoint import SaveError, Shard, directory, latest, open_checkpoint, save
 from ms_zero.errors import UserError
 
 
@@ -138,24 +141,7 @@ def test_ranks_out_of_step_are_refused(good, world):
     root, untouched = good
     meeting = world(2)
 
-    def one(rank):
-        return directory_save(meeting, root, rank)
-
-    def directory_save(meeting, root, rank):
-        from ms_zero.checkpoint import save
-
-        return save(
-            root,
-            2 + rank,
-            [],
-            {},
-            rank=rank,
-            world_size=2,
-            exchange=lambda obj: meeting.exchange(rank, obj),
-            barrier=meeting._meet.wait,
-        )
-
-    results = meeting.run(one)
+    results = meeting.run(lambda rank: meeting.save_rank(root, 2 + rank, rank, [], {}))
     assert all("ranks are at different steps: [2, 3]" in str(result) for result in results)
     untouched()
 
@@ -244,8 +230,6 @@ def test_files_and_directories_reach_the_disk_before_the_rename(tmp_path, world,
 
 def test_a_peer_that_dies_ends_the_save_and_leaves_nothing(good):
     """The exchange raises, as a communicator does when a peer is gone."""
-    from ms_zero.checkpoint import save
-
     root, untouched = good
     calls = []
 
@@ -269,28 +253,111 @@ def test_a_peer_that_dies_ends_the_save_and_leaves_nothing(good):
     untouched()
 
 
+def test_no_rank_returns_before_a_failed_save_is_cleaned_up(good, world, monkeypatch):
+    root, untouched = good
+    remove = shutil.rmtree
+
+    def slow(path, **kwargs):
+        time.sleep(0.05)
+        remove(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    meeting, ((shard, _),) = world(2), shards(2.0)[0]
+
+    def left_behind(rank):
+        with pytest.raises(SaveError):
+            meeting.save_rank(root, 2, rank, [(shard, failing(ValueError()))], {})
+        return list(root.glob(".step-*"))
+
+    assert meeting.run(left_behind) == [[], []]
+    untouched()
+
+
+CALLS = ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir")
+
+
+class Fault:
+    """Replaces system calls of `os`; the chosen one fails, before or after it did its work."""
+
+    def __init__(self, patch, chosen, error, *, after):
+        self.fired, self._count, self._chosen, self._error, self._after = False, 0, chosen, error, after
+        for name in CALLS:
+            patch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def _wrap(self, call):
+        def wrapped(*args, **kwargs):
+            self._count += 1
+            chosen = self._count == self._chosen
+            self.fired |= chosen
+            if chosen and not self._after:
+                raise self._error
+            result = call(*args, **kwargs)
+            if chosen:
+                raise self._error
+            return result
+
+        return wrapped
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("kind", ["error before", "interrupt after"])
+def test_a_failure_at_any_system_call_leaves_the_old_or_the_new(tmp_path, world, monkeypatch, step, kind):
+    after = kind == "interrupt after"
+    error = KeyboardInterrupt() if after else OSError(errno.EIO, "Input/output error")
+    outcomes, fired, chosen = [], True, 0
+    while fired:
+        chosen += 1
+        root = tmp_path / str(chosen)
+        world(1).save(root, 1, shards(1.0, parts=1), {})
+        with monkeypatch.context() as patch:
+            fault, saved = Fault(patch, chosen, error, after=after), False
+            with contextlib.suppress(SaveError, KeyboardInterrupt):
+                world(1).save_rank(root, step, 0, shards(2.0, parts=1)[0], {})
+                saved = True
+        fired = fault.fired
+        outcomes.append(value_of(latest(root)))
+        assert value_of(root / "step-00000001") in ((1.0, 2.0) if step == 1 else (1.0,))
+        assert outcomes[-1] == 2.0 or not saved
+        if not saved and not after:
+            assert not list(root.glob(".step-*"))
+            assert outcomes[-1] == 2.0 or len(list((root / "step-00000001").iterdir())) == 2
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0} and len(outcomes) > 8
+
+
 def dead_process():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
 
 
-def test_only_temporary_directories_of_dead_processes_of_this_machine_are_removed(tmp_path, world):
+@pytest.fixture
+def zombie():
+    """A process that has ended but was not waited for, as (pid, start time)."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = directory._start_time(str(child.pid))
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    yield child.pid, started
+    child.wait()
+
+
+def test_only_temporary_directories_of_dead_processes_of_this_machine_are_removed(tmp_path, world, zombie):
     machine, pid = directory._machine(), os.getpid()
     started = directory._start_time(str(pid))
-    dead, live, reused, elsewhere, foreign = (
+    dead, unwaited, live, reused, elsewhere, foreign = (
         tmp_path / f".step-00000009.tmp-{machine}-{dead_process()}-123-0123abcd",
+        tmp_path / f".step-00000009.tmp-{machine}-{zombie[0]}-{zombie[1]}-0123abcd",
         tmp_path / f".step-00000009.tmp-{machine}-{pid}-{started}-0123abcd",
         tmp_path / f".step-00000009.tmp-{machine}-{pid}-{int(started) + 1}-0123abcd",
         tmp_path / ".step-00000009.tmp-00000000-1-123-0123abcd",
         tmp_path / ".step-00000009.tmp-mine",
     )
-    for path in (dead, live, reused, elsewhere, foreign):
+    for path in (dead, unwaited, live, reused, elsewhere, foreign):
         path.mkdir()
         (path / "rank-00000.safetensors").write_text("x")
     world(2).save(tmp_path, 1, shards(1.0), {})
-    exists = [path.exists() for path in (dead, live, reused, elsewhere, foreign)]
-    assert exists == [False, True, False, True, True]
+    assert not any(path.exists() for path in (dead, unwaited, reused))
+    assert all(path.exists() for path in (live, elsewhere, foreign))
     assert latest(tmp_path).name == "step-00000001"
 
 
