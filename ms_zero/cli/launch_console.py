@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-_PROGRESS = re.compile(r"^step\s+\d")
+_PROGRESS = re.compile(r"^ *\d+(/\d+)?  .* smp .* tok ")  # as ms_zero.monitor.format_line writes it
 # "[WARNING] DEVICE(1234,7f..,python):2025-01-01-00:00:00.000 [file.cc:1] Function] text", as MindSpore logs.
 _NOISE = re.compile(r"^\[(DEBUG|INFO|WARNING)\] [A-Z_]+ ?\(\d+")
 _PYTHON_WARNING = re.compile(r"^\S+\.py:\d+: \w*Warning: ")
