@@ -14,18 +14,19 @@ from ms_zero.zero.data_parallel import DataParallel
 # The ranks that see different data and hold the same parameters.
 DATA_AXES = ("dp_replicate", "dp_shard")
 _BYTES_PER_ELEMENT = 4
+_STAGES = {0: DataParallel}
 
 
 def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
     """Build the model with its initial values, shard its training state and return the engine."""
     model = build_model(config.model)
     group = pmesh.group(*DATA_AXES)
-    parallel = DataParallel(
+    parallel = _STAGES[config.parallel.zero_stage](
         trainable_parameters(model),
         seeded_values(model, config.train.seed),
         comm=pmesh.comm,
         group=group,
-        bucket_elements=max(1, int(config.parallel.bucket_mb * 1e6) // _BYTES_PER_ELEMENT),
+        bucket_elements=max(1, int(config.parallel.bucket_mb * 2**20) // _BYTES_PER_ELEMENT),
         key_of=models.decay_names(model).__contains__,
     )
     optimizer = build_optimizer(config.optim, parallel)

@@ -9,8 +9,8 @@ the harness needs to know nothing about a layout.
 Measures of difference:
 
 - loss, gradient norm: ``|a - b| / |b|`` per step.
-- tensors: ``max |a - b| / max(max |b|, floor)`` per parameter. For gradients the floor is 1e-3 of the largest
-  gradient element of the model, so that a parameter whose true gradient is zero (a key bias, which softmax
+- tensors: ``max |a - b| / max(max |b|, floor)`` per parameter. The floor is 1e-3 of the largest element of
+  all parameters or gradients, so that a parameter whose true gradient is zero (a key bias, which softmax
   cancels) is not compared by its rounding noise alone.
 """
 
@@ -31,7 +31,7 @@ from ms_zero.runner import build_schedule, build_trainer, load_data
 from ms_zero.testing.reference import ReferenceRun
 from ms_zero.testing.workers import run_workers
 
-GRADIENT_FLOOR = 1e-3
+FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,8 @@ def compare(case: Case, trace: Trace, reference: Trace, tolerance: Tolerance) ->
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
             difference = abs(a - b) / abs(b) if b else abs(a)
             result.note(kind, difference, getattr(tolerance, kind), Divergence(kind, f"step {step}", a, b))
-    largest = max(np.abs(grad).max() for grad in reference.grads.values())
-    _compare_tensors(result, "grad", trace.grads, reference.grads, tolerance.grad, GRADIENT_FLOOR * largest)
-    _compare_tensors(result, "param", trace.params, reference.params, tolerance.param, 0.0)
+    _compare_tensors(result, "grad", trace.grads, reference.grads, tolerance.grad)
+    _compare_tensors(result, "param", trace.params, reference.params, tolerance.param)
     return result
 
 
@@ -146,15 +145,15 @@ def _compare_tensors(
     ours: Mapping[str, np.ndarray],
     theirs: Mapping[str, np.ndarray],
     tolerance: float,
-    floor: float,
 ) -> None:
     assert ours.keys() == theirs.keys(), f"{kind}: different names {sorted(ours.keys() ^ theirs.keys())[:4]}"
+    floor = FLOOR * max(float(np.abs(tensor).max()) for tensor in theirs.values())
     for name, reference in theirs.items():
         gap = np.abs(ours[name].astype(np.float64) - reference)
         gap[np.isnan(gap)] = np.inf
         at = np.unravel_index(int(gap.argmax()), gap.shape)
         scale = max(float(np.abs(reference).max()), floor)
-        difference = float(gap[at]) / scale if scale else float(gap[at])
+        difference = float(gap[at]) / scale
         place = f"{name}{[int(i) for i in at]}"
         divergence = Divergence(kind, place, float(ours[name][at]), float(reference[at]))
         result.note(kind, difference, tolerance, divergence)
