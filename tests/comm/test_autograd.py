@@ -57,7 +57,8 @@ def check_gather_and_scatter(comm, group, dim):
     check(lambda x: autograd.all_gather(x, comm, group, dim), xs[me], ws[me], np.concatenate(xs, dim), grad)
     xs, ws = inputs(group, large), weights(group, small)
     out = np.split(np.sum(xs, axis=0), n, axis=dim)[me]
-    check(lambda x: autograd.reduce_scatter(x, comm, group, dim), xs[me], ws[me], out, np.concatenate(ws, dim))
+    grad = np.concatenate(ws, dim)
+    check(lambda x: autograd.reduce_scatter(x, comm, group, dim), xs[me], ws[me], out, grad)
 
 
 def check_all_to_all(comm, group, counts):
@@ -119,7 +120,8 @@ def worker_tensor_parallel_mlp(comm):
     assert float(loss.asnumpy()) == (np.maximum(pre, 0) @ second).sum()
     np.testing.assert_array_equal(leaves[0]._grad.asnumpy(), d_hidden @ first.T)
     np.testing.assert_array_equal(w1._grad.asnumpy(), np.split(x.T @ d_hidden, n, 1)[r])
-    np.testing.assert_array_equal(w2._grad.asnumpy(), np.split(np.maximum(pre, 0).T @ np.ones((4, 8)), n, 0)[r])
+    d_second = np.maximum(pre, 0).T @ np.ones((4, 8))
+    np.testing.assert_array_equal(w2._grad.asnumpy(), np.split(d_second, n, 0)[r])
     return True
 
 

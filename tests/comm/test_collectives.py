@@ -72,17 +72,20 @@ def check_views_and_odd_shapes(comm, group):
     x = Tensor(base[group.index])
     check(comm.all_reduce(x.T, group), np.sum(base, axis=0).T, ms.float32)
     check(comm.all_gather(x[2:4], group), np.concatenate([b[2:4] for b in base]), ms.float32)
-    check(comm.reduce_scatter(x[:4, 2:5], group), np.split(np.sum(base, axis=0)[:4, 2:5], group.size)[group.index],
-          ms.float32)  # fmt: skip
+    corner = np.split(np.sum(base, axis=0)[:4, 2:5], group.size)[group.index]
+    check(comm.reduce_scatter(x[:4, 2:5], group), corner, ms.float32)
     check(comm.all_reduce(Tensor(np.float32(2.5)), group), np.float32(2.5 * group.size), ms.float32)
     assert comm.all_gather(Tensor(np.zeros((0, 3), np.float32)), group).shape == (0, 3)
     assert comm.all_reduce(Tensor(np.zeros((0, 3), np.float32)), group).shape == (0, 3)
     odd = 3 * (1 << 18) + 7
     big = [np.arange(odd, dtype=np.int32) * (r + 1) for r in group.ranks]
-    check(comm.all_reduce(Tensor(big[group.index]), group), values(Tensor(np.sum(big, axis=0, dtype=np.int32))),
-          ms.int32)  # fmt: skip
-    np.testing.assert_array_equal(comm.all_gather(Tensor(big[group.index]), group).asnumpy(), np.concatenate(big))
-    np.testing.assert_array_equal(comm.broadcast(Tensor(big[group.index]), group.ranks[-1], group).asnumpy(), big[-1])
+    x = Tensor(big[group.index])
+    for result, expected in (
+        (comm.all_reduce(x, group), np.sum(big, axis=0, dtype=np.int32)),
+        (comm.all_gather(x, group), np.concatenate(big)),
+        (comm.broadcast(x, group.ranks[-1], group), big[-1]),
+    ):
+        np.testing.assert_array_equal(result.asnumpy(), expected)
 
 
 def check_group(comm, group):

@@ -88,12 +88,14 @@ ALL_TO_ALL = {"split_count": 2, "split_dim": 0, "concat_dim": 0, "group": TP}
 @pytest.mark.parametrize(
     ("dtype", "call", "expected"),
     [
-        (F32, lambda c, x, g: c.all_reduce(x, g), ("AllReduce", {"op": "sum", "group": TP}, [((4, 2), F32)])),
+        (F32, lambda c, x, g: c.all_reduce(x, g),
+         ("AllReduce", {"op": "sum", "group": TP}, [((4, 2), F32)])),
         (F32, lambda c, x, g: c.all_reduce(x, g, "avg"),
          ("AllReduce", {"op": "sum", "group": TP}, [((4, 2), F32)])),
         (I64, lambda c, x, g: c.all_reduce(x, g, "max"),
          ("AllReduce", {"op": "max", "group": TP}, [((4, 2), I64)])),
-        (BF16, lambda c, x, g: c.all_reduce(x, g), ("AllReduce", {"op": "sum", "group": TP}, [((4, 2), F32)])),
+        (BF16, lambda c, x, g: c.all_reduce(x, g),
+         ("AllReduce", {"op": "sum", "group": TP}, [((4, 2), F32)])),
         (F16, lambda c, x, g: c.reduce_scatter(x, g),
          ("ReduceScatter", {"op": "sum", "group": TP}, [((4, 2), F16)])),
         (BF16, lambda c, x, g: c.reduce_scatter(x, g, "min"),

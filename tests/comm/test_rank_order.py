@@ -1,5 +1,7 @@
 """Reductions on CPU add in rank order at the owner, so their bits do not depend on the layout of calls."""
 
+from itertools import pairwise
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
@@ -41,7 +43,7 @@ def check_splitting(comm, expected):
     """Any split into calls gives the same bits, through the small and the large path."""
     x = contributions(comm.world_size)[comm.rank]
     bounds = [0, 1, 900, 5_000, 300_000, SIZE]
-    parts = [comm.all_reduce(Tensor(x[a:b]), comm.world).asnumpy() for a, b in zip(bounds, bounds[1:])]
+    parts = [comm.all_reduce(Tensor(x[a:b]), comm.world).asnumpy() for a, b in pairwise(bounds)]
     np.testing.assert_array_equal(np.concatenate(parts), expected)
     for start in (4, 4 * 50_000):
         part = comm.reduce_scatter(Tensor(x[start : start + 4_000]), comm.world).asnumpy()

@@ -8,7 +8,15 @@ from mindspore import Tensor, ops
 from ms_zero.testing import run_workers
 
 DTYPES = (ms.float32, ms.float16, ms.bfloat16, ms.int32, ms.int64)
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "exchange")
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+    "exchange",
+)
 
 
 def partition(random, world_size):
