@@ -94,7 +94,7 @@ Checkpoints are in $output_dir/checkpoints, logs in $output_dir/logs. What to tr
   ms-zero launch $run --workers $workers train.steps=$((2 * steps))    # train on from here
   ms-zero launch configs/runs/llama-tiny.yaml --workers $workers       # a small Llama
   ms-zero launch $run --workers $workers \\
-      data.source=files 'data.files=[README.md]' train.output_dir=runs/mine    # your own text
+      data.source=files 'data.files=[ms_zero/**/*.py]' train.output_dir=runs/mine    # any text files
   ms-zero launch --help                                        # more workers, more machines
   bash scripts/quickstart.sh --restart                         # this run again, from step 0
   bash scripts/test.sh                                         # the tests

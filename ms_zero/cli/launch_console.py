@@ -63,7 +63,7 @@ class Console:
         self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._keep_s = keep_s
         self._kept_at = time.monotonic()
-        self._live = False
+        self._live = ""
         self._closed = False
 
     def line(self, text: str) -> None:
@@ -83,10 +83,10 @@ class Console:
 
     def status(self, text: str) -> None:
         """Show a passing remark on a terminal, nothing elsewhere."""
-        if self._terminal:
-            width = shutil.get_terminal_size().columns
-            erase, self._live = self._erase(), True
-            self._write(erase + text[: width - 1])
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if self._terminal and text != self._live:
+            erase, self._live = self._erase(), text
+            self._write(erase + text)
 
     def relay(self, lines: Iterable[str]) -> None:
         """Show lines of a worker's log."""
@@ -101,11 +101,11 @@ class Console:
     def finish(self) -> None:
         """Leave the last progress line standing and end it."""
         if self._live:
-            self._live = False
+            self._live = ""
             self._write("\n")
 
     def _erase(self) -> str:
-        live, self._live = self._live, False
+        live, self._live = self._live, ""
         return "\r\x1b[K" if live else ""
 
     def _write(self, text: str) -> None:

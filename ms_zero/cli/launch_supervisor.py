@@ -178,8 +178,8 @@ class _Supervisor:
         elapsed_s = time.monotonic() - self._started_at
         if elapsed_s <= limit_s + self._job.startup_slack_s:
             self._console.status(
-                f"starting: {self._watch.started} of {cluster.local_workers} workers run, "
-                f"{self._watch.connected} joined the cluster, {elapsed_s:.0f} s"
+                f"starting: {self._watch.started} of {cluster.local_workers} workers up, "
+                f"{self._watch.connected} have joined the cluster, {elapsed_s:.0f} s"
             )
             return None
         missing = self._watch.unconnected()
