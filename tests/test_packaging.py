@@ -19,7 +19,8 @@ BUILD_PRODUCTS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "d
 def copy_sources(target):
     target.mkdir()
     for name in ("ms_zero", "configs", "ops"):
-        shutil.copytree(REPOSITORY / name, target / name, ignore=BUILD_PRODUCTS)
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, target / name, ignore=BUILD_PRODUCTS)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
         shutil.copy(REPOSITORY / name, target / name)
     native = target / "ops" / "probe" / "cpu"
