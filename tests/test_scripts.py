@@ -152,8 +152,8 @@ def test_setup_names_the_system_library_that_mindspore_misses(repository, tools,
 
 
 # Writes a checkpoint of the step that the file `progress` names, as an interrupted or a complete run does.
-FAKE_MS_ZERO = """#!{python}
-import os, sys
+FAKE_MS_ZERO = """
+import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from ms_zero.checkpoint import save
@@ -170,7 +170,9 @@ def quickstart(repository):
     """Runs quickstart.sh in an environment that is complete already, with a stand-in for ms-zero."""
     binaries = repository / ".venv" / "bin"
     executable(binaries / "python", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
-    executable(binaries / "ms-zero", FAKE_MS_ZERO.format(python=sys.executable, root=str(repository)))
+    (repository / "fake_ms_zero.py").write_text(FAKE_MS_ZERO.format(root=str(repository)))
+    command = f'exec "{sys.executable}" "{repository}/fake_ms_zero.py" "$@"'
+    executable(binaries / "ms-zero", f"#!/bin/bash\n{command}\n")
     stamp = (
         f'source "{repository}/scripts/_setup.sh"; '
         'ms_zero_fingerprint "$MS_ZERO_VENV/bin/python" >"$MS_ZERO_VENV/ms_zero-base"'

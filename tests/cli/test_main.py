@@ -89,6 +89,6 @@ def test_interrupt_is_quiet(monkeypatch, capsys):
 
 
 def test_module_can_be_run_and_a_reader_that_goes_away_is_no_crash():
-    command = '"$0" -m ms_zero --help | true'
-    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=REPOSITORY, capture_output=True, text=True)
+    command = ["bash", "-c", '"$0" -m ms_zero --help | true', sys.executable]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
