@@ -101,6 +101,8 @@ def _die_with(template_pid: int) -> None:
 def _work(rank: int, port: int, job: dict[str, Any]) -> dict[str, Any]:
     try:
         os.chdir(job["cwd"])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})  # pool threads of several workers would fight
         sys.path[:] = job["sys_path"]
         fn = _load(**job["function"])
         result = fn(connect_store(rank, job["world_size"], port, job["timeout_s"]), *job["args"])
