@@ -134,7 +134,14 @@ class EagerEngine:
                 yield Shard.whole(f"model.{name}", values.shape, "float32"), values
 
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Overwrite parameters and optimizer state with those of a checkpoint."""
+        """Overwrite parameters and optimizer state with those of a checkpoint.
+
+        Raises:
+            UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
+        """
+        names = [slot.name for bucket in self.parallel.buckets for slot in bucket.layout.slots]
+        stored = {f"{kind}.{name}" for kind in self._state() for name in names}
+        checkpoint.check_names(stored | {f"model.{name}" for name in frozen_parameters(self.model)})
         for bucket in self.parallel.buckets:
             bucket.load(_stored_values(checkpoint, "model.", bucket.layout))
         for kind, tensors in self._state().items():
