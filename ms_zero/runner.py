@@ -3,7 +3,7 @@
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
@@ -32,8 +32,7 @@ def run(loaded: Loaded, comm: Communicator) -> int:
     Raises:
         UserError: bad data, checkpoint or environment.
     """
-    with _stop_on_signals() as stop:
-        session = _Session(loaded, comm)
+    with _stop_on_signals() as stop, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)
         session.resume()
         session.train(stop)
@@ -111,6 +110,7 @@ class _Session:
         self.comm = comm
         self.output = Path(config.train.output_dir)
         self.text = load_data(config)
+        _check_same_everywhere(comm, config, self.text)
         self.trainer = build_trainer(config, self.text, comm)
         self.validation = self.text.validation_loader() if config.train.eval_interval else None
         # The last rank holds the last pipeline stage, and with it the loss, in every layout.
@@ -122,6 +122,10 @@ class _Session:
             flops_per_token=train_flops_per_token(config.model, config.data.seq_len),
             peak_flops=peak_flops(config.hardware.device, "fp32"),
         )
+
+    def close(self) -> None:
+        """Close the log."""
+        self.monitor.close()
 
     def introduce(self, loaded: Loaded) -> None:
         """Say what is about to be trained on what."""
@@ -226,6 +230,19 @@ class _Session:
         if comm.rank == 0:
             prune(root, self.config.checkpoint.keep)
         self.monitor.event("checkpoint", step=step, path=str(path))
+
+
+def _check_same_everywhere(comm: Communicator, config: RunConfig, text: TextData) -> None:
+    """Refuse workers that would train different things: other values in the config, or other text."""
+    views = comm.exchange([dump(config), text.fingerprint])
+    for rank, (values, fingerprint) in enumerate(views):
+        if values != views[0][0]:
+            raise UserError(f"rank {rank} has another config than rank 0: start all with the same one")
+        if fingerprint != views[0][1]:
+            raise UserError(
+                f"rank {rank} reads other text than rank 0 ({text.corpus}): give all nodes the same files in "
+                f"data.files and the same Python version"
+            )
 
 
 def _check_health(skipped_in_a_row: int, result: StepResult) -> None:
