@@ -28,7 +28,8 @@ class Net(nn.Cell):
 
     def construct(self, x):
         hidden = ops.sigmoid(self.matmul(x, self.first) * self.scale)
-        return (self.matmul(hidden, self.second) + self.matmul(hidden * hidden, self.second) + self.bias).sum()
+        twice = self.matmul(hidden, self.second) + self.matmul(hidden * hidden, self.second)
+        return (twice + self.bias).sum()
 
 
 def numpy_gradients(x, values):
@@ -50,7 +51,7 @@ def numpy_gradients(x, values):
 def build(bucket_elements, comm=None):
     comm = comm or local()
     net = Net()
-    params = {name: param for name, param in net.parameters_and_names()}
+    params = dict(net.parameters_and_names())
     parallel = DataParallel(
         params,
         start_value,
@@ -133,7 +134,8 @@ def test_buckets_are_issued_once_a_step_in_bucket_order_whatever_backward_does()
     net, parallel = build(1, comm)
     order = [bucket.layout.padded_size for bucket in parallel.buckets]
     # "unused" never completes by itself, yet stands before others in the order.
-    assert [b.layout.slots[0].name for b in parallel.buckets] == ["bias", "unused", "second", "scale", "first"]
+    first_names = [bucket.layout.slots[0].name for bucket in parallel.buckets]
+    assert first_names == ["bias", "unused", "second", "scale", "first"]
     accumulate(net, parallel, batches(3))
     assert comm.sizes == order
     accumulate(net, parallel, batches(1))
