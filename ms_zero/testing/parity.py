@@ -127,13 +127,13 @@ def run_cases(cases: Sequence[Case], plan: Plan) -> Iterator[Result]:
 def compare(case: Case, trace: Trace, reference: Trace, tolerance: Tolerance) -> Result:
     """Compare what was trained step by step and tensor by tensor."""
     result = Result(case)
-    for kind, ours, theirs in (
-        ("loss", trace.losses, reference.losses),
-        ("grad_norm", trace.grad_norms, reference.grad_norms),
-    ):
-        for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
-            difference = abs(a - b) / abs(b) if b else abs(a)
-            result.note(kind, difference, getattr(tolerance, kind), Divergence(kind, f"step {step}", a, b))
+    losses = zip(trace.losses, reference.losses, strict=True)
+    norms = zip(trace.grad_norms, reference.grad_norms, strict=True)
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        for kind, (ours, theirs) in (("loss", loss), ("grad_norm", norm)):
+            difference = abs(ours - theirs) / abs(theirs) if theirs else abs(ours)
+            divergence = Divergence(kind, f"step {step}", ours, theirs)
+            result.note(kind, difference, getattr(tolerance, kind), divergence)
     _compare_tensors(result, "grad", trace.grads, reference.grads, tolerance.grad)
     _compare_tensors(result, "param", trace.params, reference.params, tolerance.param)
     return result

@@ -69,7 +69,7 @@ def test_layouts_equal_the_reference_and_a_wrong_engine_is_caught(monkeypatch):
     assert all(result.max_rel["loss"] < 1e-6 for result in results)
     monkeypatch.setattr(parity, "train_cases", train_with_gradients_averaged_twice)
     (wrong,) = run_cases([case(2)], Plan(steps=3))
-    assert wrong.divergence.what == "grad_norm"
+    assert (wrong.divergence.what, wrong.divergence.where) == ("grad_norm", "step 1")
     assert wrong.divergence.value == pytest.approx(wrong.divergence.reference / 2, rel=1e-3)
 
 
