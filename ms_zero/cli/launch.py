@@ -46,5 +46,6 @@ def launch(
     launch_preflight.check_not_running(job.state_dir)
     console, errors = Console(sys.stdout), Console(sys.stderr)
     place = f" (node {cluster.node_rank} of {nodes})" if nodes > 1 else ""
-    console.line(f"ms-zero: starting {cluster.local_workers} workers{place}, logs in {job.log_dir}")
+    count = "1 worker" if cluster.local_workers == 1 else f"{cluster.local_workers} workers"
+    console.line(f"ms-zero: starting {count}{place}, logs in {job.log_dir}")
     return run_job(job, console, errors)

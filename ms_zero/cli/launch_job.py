@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ms_zero
 from ms_zero.cli import launch_state
+from ms_zero.cli.affinity import LOCAL_WORKERS_VARIABLE
 from ms_zero.cli.launch_preflight import Cluster, python_command
 
 MSRUN = (sys.executable, "-m", "mindspore.parallel.cluster.run")
@@ -76,7 +77,7 @@ def job_environment(
     """The environment of msrun and the workers; what the user has set for MindSpore or OpenMP is kept.
 
     Workers share the cores and wait without spinning. Op time-outs are long, because a peer may compile or
-    save for minutes; a dead worker is noticed by the launcher, not by them.
+    save for minutes; a dead worker is noticed by its launcher and, on other nodes, by the scheduler.
     """
     environment = {key: value for key, value in base.items() if key not in _FOREIGN}
     defaults = {
@@ -85,7 +86,7 @@ def job_environment(
         "OMP_WAIT_POLICY": "passive",
         "MS_RETRY_INTERVAL_LOWER": "0",
         "MS_RETRY_INTERVAL_UPPER": "1",
-        "MS_NODE_TIMEOUT": "60",
+        "MS_NODE_TIMEOUT": "10",  # how soon the scheduler notices that a worker of another node is gone
         "MS_CPU_COMM_OP_TIMEOUT": "600",
     }
     environment = {**defaults, **environment}
@@ -96,6 +97,7 @@ def job_environment(
     if source not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths = [source, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment[LOCAL_WORKERS_VARIABLE] = str(local_workers)
     environment[launch_state.STATE_DIR_VARIABLE] = str(state_dir.resolve())
     environment[launch_state.LAUNCH_ID_VARIABLE] = launch_id
     return environment

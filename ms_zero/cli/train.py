@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from ms_zero.cli.affinity import bind_to_share
 from ms_zero.cli.launch_process import signal_at_parent_death
 from ms_zero.cli.launch_state import Place, WorkerReport, place_from_environment
 from ms_zero.errors import UserError
@@ -47,9 +48,12 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
 
     loaded = load_config(run, overrides, place.world_size)
 
+    target = loaded.config.hardware.target
+    if target == "CPU":
+        bind_to_share(os.environ)
+
     from ms_zero import comm, runner  # the first import of mindspore: after all that is quick to refuse
 
-    target = loaded.config.hardware.target
     communicator = comm.local() if place.role == "single" else comm.connect(target)
     report.phase("connected")
     return runner.run(loaded, communicator)
