@@ -64,8 +64,7 @@ setup(
         "mindspore==2.10.0",
         "numpy>=1.26,<2",
         "pyyaml>=6.0",
-        "safetensors>=0.4",
     ],
-    extras_require={"test": ["pytest>=8", "ruff>=0.8", "setuptools>=64", "wheel"]},
+    extras_require={"test": ["pytest>=8", "ruff>=0.8", "safetensors>=0.4", "setuptools>=64", "wheel"]},
     entry_points={"console_scripts": ["ms-zero = ms_zero.cli.main:main"]},
 )

@@ -113,6 +113,9 @@ class _Session:
         _check_same_everywhere(comm, config, self.text)
         self.trainer = build_trainer(config, self.text, comm)
         self.validation = self.text.validation_loader() if config.train.eval_interval else None
+        # What a model reaches that knows how often each token occurs and nothing else.
+        held_out = self.text.validation
+        self.entropy = None if held_out is None else unigram_entropy(held_out.stream.tokens)
         # The last rank holds the last pipeline stage, and with it the loss, in every layout.
         prints = config.monitor.console and comm.rank == comm.world_size - 1
         jsonl = self.output / "logs" / f"metrics-{comm.rank:05d}.jsonl" if config.monitor.jsonl else None
@@ -132,9 +135,6 @@ class _Session:
         self.monitor.message(self.text.summary())
         for warning in loaded.warnings:
             self.monitor.message(f"warning: {warning}")
-        if self.validation is not None:
-            entropy = unigram_entropy(self.text.validation.stream.tokens)
-            self.monitor.event("unigram_entropy", nats=entropy)
 
     def resume(self) -> None:
         """Load the checkpoint that the config asks for."""
@@ -211,7 +211,8 @@ class _Session:
 
     def _evaluate(self) -> None:
         loss = self.trainer.evaluate(self.validation, self.config.train.eval_samples)
-        self.monitor.event("validation", step=self.trainer.progress.step, loss=loss)
+        step = self.trainer.progress.step
+        self.monitor.event("validation", step=step, loss=loss, unigram_entropy=self.entropy)
 
     def _save(self) -> None:
         root, comm, step = self.output / CHECKPOINT_FOLDER, self.comm, self.trainer.progress.step

@@ -75,8 +75,10 @@ def test_a_run_logs_evaluates_and_saves(options, tmp_path, capsys):
     assert steps[-1]["consumed_tokens"] == 48 * 16
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["mfu"] is None
-    evaluations = [line["step"] for line in lines(tmp_path / "run") if line["event"] == "validation"]
-    assert evaluations == [3, 6]
+    evaluations = [line for line in lines(tmp_path / "run") if line["event"] == "validation"]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert evaluations[1]["loss"] < evaluations[0]["loss"]
+    assert 0 < evaluations[0]["unigram_entropy"] == evaluations[1]["unigram_entropy"] < np.log(257)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004", "step-00000006"]
     shown = capsys.readouterr().out
