@@ -27,6 +27,7 @@ from ms_zero.cli.launch_process import (
     reap_children,
     send_signal,
 )
+from ms_zero.cli.launch_remote import SchedulerProbe
 from ms_zero.cli.launch_watch import Failure, Watch
 
 _POLL_S = 0.1
@@ -101,6 +102,7 @@ class _Supervisor:
         self._requests = requests
         self._launch_id = secrets.token_hex(8)
         self._follower = LogFollower(job.worker_log(job.cluster.local_ranks[-1]))
+        self._probe = SchedulerProbe(job.cluster.master, job.cluster.port)
         self._started_at = time.monotonic()
         self._process = self._spawn()
         self._watch = Watch(
@@ -149,7 +151,8 @@ class _Supervisor:
             if self._requests and not stop_forwarded:
                 stop_forwarded = True
                 self._forward_stop()
-            if self._watch.unconnected() and (failure := self._check_startup()) is not None:
+            failure = self._check_startup() if self._watch.unconnected() else self._check_scheduler()
+            if failure is not None:
                 return failure
             time.sleep(_POLL_S)
 
@@ -190,6 +193,18 @@ class _Supervisor:
         who = ("workers " if len(missing) > 1 else "worker ") + ", ".join(map(str, missing))
         return Failure(who, what, self._job.worker_log(missing[0]), time.monotonic())
 
+    def _check_scheduler(self) -> Failure | None:
+        """On the other nodes: a failure when the scheduler on node 0 is gone."""
+        cluster = self._job.cluster
+        if cluster.has_scheduler:
+            return None
+        self._probe.start()
+        if not self._probe.gone():
+            return None
+        what = f"at {cluster.master}:{cluster.port} is gone: the job has ended on node 0"
+        log = self._job.worker_log(cluster.local_ranks[-1])
+        return Failure("the scheduler", what, log, time.monotonic(), elsewhere=True)
+
     def _await_teardown(self) -> None:
         """Let msrun and the scheduler end by themselves after the work is done; what lingers is killed."""
         end = time.monotonic() + _TEARDOWN_S
@@ -221,14 +236,17 @@ def _conclude(job: Job, failure: Failure, requests: Sequence[int], errors: Conso
         for line in failure.what.splitlines():
             errors.line(f"ms-zero: error: {line}")
         return 2
-    elsewhere = " on this node" if job.cluster.nodes > 1 else ""
-    errors.line(f"ms-zero: error: {failure.who} failed first{elsewhere}: {failure.what}")
+    if failure.elsewhere:
+        errors.line(f"ms-zero: error: {failure.who} {failure.what}; its launcher names the cause")
+    else:
+        here = " on this node" if job.cluster.nodes > 1 else ""
+        errors.line(f"ms-zero: error: {failure.who} failed first{here}: {failure.what}")
     lines = tail(failure.log, _TAIL_LINES)
     if lines:
         errors.line(f"ms-zero: last lines of {failure.log}:")
         for line in lines:
             errors.line(f"  | {line}")
     errors.line(f"ms-zero: every process of the job has been stopped; logs: {job.log_dir}")
-    if job.cluster.nodes > 1:
-        errors.line("ms-zero: the cause may lie on another node: compare the times in the logs of all nodes")
+    if job.cluster.nodes > 1 and not failure.elsewhere:
+        errors.line("ms-zero: the cause may lie on another node: compare the messages of all launchers")
     return 1

@@ -30,7 +30,8 @@ class Failure:
     """The first thing that went wrong: ``who`` did ``what``; ``log`` holds the details.
 
     ``time`` is monotonic. ``user_error``: the message says all, no log is needed. ``terminated``: the process
-    may have died of a SIGTERM, which is no failure when the user asked for a stop.
+    may have died of a SIGTERM, which is no failure when the user asked for a stop. ``elsewhere``: the cause
+    is on another node.
     """
 
     who: str
@@ -39,6 +40,7 @@ class Failure:
     time: float
     user_error: bool = False
     terminated: bool = False
+    elsewhere: bool = False
 
 
 @dataclass
