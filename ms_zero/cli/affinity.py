@@ -1,8 +1,8 @@
 """Which cores a CPU worker computes on.
 
 MindSpore's and OpenMP's pools have a thread per core they see and wait by spinning. Several workers that see
-the same cores take them from each other (measured: 2.5 times slower with 2 workers on 2 cores), so each gets a
-share of its own.
+the same cores take them from each other (measured: 2.5 times slower with 2 workers on 2 cores), so each gets
+a share of its own.
 """
 
 import os
@@ -22,7 +22,7 @@ def share_of_cores(cores: Sequence[int], index: int, workers: int) -> list[int]:
 def bind_to_share(environment: Mapping[str, str]) -> None:
     """Keep this process on its share of the cores it may use, if a launcher said how many workers share them.
 
-    Call it before the framework starts its threads. msrun gives a worker's place on this machine as DEVICE_ID.
+    Call it before the framework starts its threads. msrun gives a worker's place on its machine in DEVICE_ID.
     """
     workers = environment.get(LOCAL_WORKERS_VARIABLE)
     if workers is not None:

@@ -1,7 +1,7 @@
 """How a node learns that the job has ended elsewhere: the scheduler on node 0 no longer listens.
 
 MindSpore's workers do not notice the loss of the scheduler themselves; they would wait for a peer that is
-gone until their time-outs. The scheduler leaves last, so while local workers run, its absence means a failure.
+gone until their time-outs. The scheduler leaves last, so while local workers run, its absence is a failure.
 """
 
 import socket
