@@ -4,9 +4,9 @@ What the GPU kernels of MindSpore 2.10.0 accept (read in their sources), and wha
 
 - AllReduce, AllGather, ReduceScatter, Broadcast: float16 float32 int32 int64. bfloat16 is moved as float16
   bits (no arithmetic is done on them); it is reduced in float32 and rounded once.
-- Send, Receive, AlltoAll, NeighborExchange: float16 float32 int32. int64 is moved as pairs of int32.
-- There is no AlltoAllV kernel: uneven exchange is NeighborExchange, which issues one NCCL group of sends and
-  receives, so no order can block. Members without rows for each other are left out.
+- Send, Receive: float16 float32 int32. int64 is moved as pairs of int32.
+- all_to_all is a Send and a Receive per peer: outside of graphs AlltoAll has no kernel (a graph pass rewrites
+  it) and NeighborExchange refuses to be called.
 - Ranks given to primitives are positions in the group (they go to NCCL unchanged).
 - There is no Barrier kernel: a barrier is a reduction of one number that the host waits for.
 
@@ -15,6 +15,7 @@ Primitives are synchronous in the stream: handles are complete when returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from types import ModuleType
@@ -76,17 +77,21 @@ class NCCLBackend:
     def all_to_all(
         self, x: Tensor, group: Group, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Handle[Tensor]:
-        """AlltoAll for equal blocks, NeighborExchange otherwise."""
-        wire = _to_message(x)
-        row = _numel(x.shape[1:]) * (2 if x.dtype == mstype.int64 else 1)
-        if row and len({*send_counts, *recv_counts}) == 1 and send_counts[0]:
-            exchange = self._primitive(
-                "AlltoAll", split_count=group.size, split_dim=0, concat_dim=0, group=group.handle
-            )
-            out = exchange(wire)
-        else:
-            sends, receives = ([n * row for n in counts] for counts in (send_counts, recv_counts))
-            out = self._uneven_all_to_all(wire, group, sends, receives)
+        """Pairs of members swap blocks, the lower one sending first.
+
+        Every member goes through its peers in ascending order, so all pairs take their turn in one global
+        order and none waits for a pair that waits for it.
+        """
+        flat = _to_message(x)
+        row = _message_numel(x.shape[1:], x.dtype)
+        offsets = accumulate((n * row for n in send_counts), initial=0)
+        blocks = [dense(flat[a:b]) for a, b in pairwise(offsets)]
+        parts = [
+            blocks[i] if i == group.index else self._swap(blocks[i], recv_counts[i] * row, i, group)
+            for i in range(group.size)
+        ]
+        parts = [part for part in parts if part.size]
+        out = ops.concat(parts, 0) if parts else flat[:0]
         return Handle(_from_message(out, x.dtype, (sum(recv_counts), *x.shape[1:])))
 
     @_compat.no_grad()
@@ -99,55 +104,44 @@ class NCCLBackend:
     @_compat.no_grad()
     def send(self, x: Tensor, dst_rank: int, group: Group) -> Handle[None]:
         """Send."""
-        peer = group.ranks.index(dst_rank)
-        self._primitive("Send", sr_tag=_TAG, dest_rank=peer, group=group.handle)(_to_message(x))
+        self._send(_to_message(x), group.ranks.index(dst_rank), group)
         return Handle(None)
 
     @_compat.no_grad()
     def recv(self, shape: tuple[int, ...], dtype: mstype.Type, src_rank: int, group: Group) -> Handle[Tensor]:
-        """Receive (the primitive wants an input to order it; its value is not used)."""
-        numel = _numel(shape) * (2 if dtype == mstype.int64 else 1)
-        receive = self._primitive(
-            "Receive",
-            sr_tag=_TAG,
-            src_rank=group.ranks.index(src_rank),
-            shape=(numel,),
-            dtype=_MESSAGE_DTYPES.get(dtype, dtype),
-            group=group.handle,
-        )
-        return Handle(_from_message(receive(Tensor(0, mstype.float32)), dtype, shape))
+        """Receive."""
+        numel, wire = _message_numel(shape, dtype), _MESSAGE_DTYPES.get(dtype, dtype)
+        flat = self._receive(numel, wire, group.ranks.index(src_rank), group)
+        return Handle(_from_message(flat, dtype, shape))
 
     def barrier(self, group: Group) -> None:
         """AllReduce of one number; the host waits."""
         one = Tensor.from_numpy(np.ones(1, np.int32))
         self.all_reduce(one, group, "sum").wait().asnumpy()
 
-    def _uneven_all_to_all(
-        self, wire: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
-        """Exchange ``sends[i]`` elements of the flat `wire` with member i; one's own stay here."""
-        offsets = pairwise(accumulate(sends, initial=0))
-        blocks = [dense(wire[a:b]) for a, b in offsets]
-        targets = [i for i, n in enumerate(sends) if n and i != group.index]
-        sources = [i for i, n in enumerate(receives) if n and i != group.index]
-        received = {group.index: blocks[group.index]}
-        if targets or sources:
-            exchange = self._primitive(
-                "NeighborExchange",
-                send_rank_ids=targets,
-                recv_rank_ids=sources,
-                recv_shapes=tuple([receives[i]] for i in sources),
-                send_shapes=tuple([sends[i]] for i in targets),
-                recv_type=wire.dtype,
-                group=group.handle,
-            )
-            received.update(zip(sources, exchange(tuple(blocks[i] for i in targets))))
-        parts = [received[i] for i in range(group.size) if receives[i]]
-        return ops.concat(parts, 0) if parts else wire[:0]
+    def _swap(self, block: Tensor, numel: int, peer: int, group: Group) -> Tensor:
+        """Send the flat `block` to member `peer` and receive `numel` elements; what is empty is not sent."""
+        if block.size and group.index < peer:
+            self._send(block, peer, group)
+        arrived = self._receive(numel, block.dtype, peer, group) if numel else block[:0]
+        if block.size and group.index > peer:
+            self._send(block, peer, group)
+        return arrived
+
+    def _send(self, flat: Tensor, peer: int, group: Group) -> None:
+        self._primitive("Send", sr_tag=_TAG, dest_rank=peer, group=group.handle)(flat)
+
+    def _receive(self, numel: int, wire: mstype.Type, peer: int, group: Group) -> Tensor:
+        """Receive [numel] (the primitive wants an input to order it; its value is not used)."""
+        # Not kept: the shape is part of the primitive, and uneven exchanges have ever new ones.
+        receive = self._primitives.Receive(
+            sr_tag=_TAG, src_rank=peer, shape=(numel,), dtype=wire, group=group.handle
+        )
+        return receive(Tensor(0, mstype.float32))
 
     def _primitive(self, name: str, **attributes: Any) -> Callable:
         """The primitive with these attributes; building one costs more than calling it."""
-        key = (name, *((k, str(v)) for k, v in attributes.items()))
+        key = (name, *attributes.items())
         if key not in self._cache:
             self._cache[key] = getattr(self._primitives, name)(**attributes)
         return self._cache[key]
@@ -156,8 +150,9 @@ class NCCLBackend:
 _MESSAGE_DTYPES = {mstype.bfloat16: mstype.float16, mstype.int64: mstype.int32}
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+def _message_numel(shape: Sequence[int], dtype: mstype.Type) -> int:
+    """Elements of a message, in its wire dtype, that carries a tensor of this shape and dtype."""
+    return math.prod(shape) * (2 if dtype == mstype.int64 else 1)
 
 
 def _reduced(reduce: Callable, x: Tensor, op: ReduceOp, group: Group) -> Tensor:

@@ -1,9 +1,12 @@
 """Which ``mint.distributed`` call each collective issues on Ascend, recorded by a stand-in."""
 
+import inspect
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint
+from mindspore.mint.distributed import distributed
 
 from ms_zero.comm import Communicator
 from ms_zero.comm.hccl import HCCLBackend, group_name
@@ -24,9 +27,10 @@ class RecordingDist:
         self.calls, self.tensors, self.works = [], [], []
 
     def __getattr__(self, name):
-        assert hasattr(mint.distributed, name), f"mint.distributed has no {name}"
+        signature = inspect.signature(getattr(mint.distributed, name))
 
         def record(*args, **kwargs):
+            signature.bind(*args, **kwargs)
             tensors = [a for a in args if isinstance(a, Tensor)]
             for t in tensors:
                 assert t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes, "a view was passed"
@@ -155,3 +159,41 @@ def test_the_world_uses_the_framework_group(comm, dist):
 def test_single_groups_call_nothing(comm, dist):
     comm.all_reduce(X, comm.new_group((2,)))
     assert dist.calls == []
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """(operator, arguments) of each call; `mint.distributed` itself runs, without its compiled operators."""
+    calls = []
+    for name in [name for name in vars(distributed) if name.startswith("dist_comm_")]:
+        monkeypatch.setattr(distributed, name, lambda *args, name=name: calls.append((name, args)) or args[0])
+    monkeypatch.setattr(distributed, "get_cache_group_size", lambda group: 2)
+    monkeypatch.setattr(distributed, "get_cache_group_rank", lambda group=None: 2 if group is None else 0)
+    for name in ("get_group_rank_from_world_rank", "_get_group_rank_from_world_rank_from_cache_helper"):
+        monkeypatch.setattr(distributed, name, lambda rank, group: {2: 0, 3: 1}[rank])
+    return calls
+
+
+def test_the_framework_takes_the_arguments_to_its_operators(native):
+    """Sizes, counts in elements and ranks within the group are what the framework makes of our calls."""
+    comm = Communicator(HCCLBackend(create_group=lambda *args: None), rank=2, world_size=4)
+    tp = comm.new_group((2, 3), "tp")
+    comm.all_reduce(X, tp, "prod")
+    comm.all_gather(X, tp)
+    comm.reduce_scatter(X, tp)
+    comm.all_to_all(X, tp, [8, 0], [8, 5])
+    comm.broadcast(X, 3, tp)
+    comm.send(X, 3, tp)
+    comm.recv((8, 3), ms.float16, 3, tp)
+    comm.barrier(tp)
+    issued = {name: [a for a in args if not isinstance(a, Tensor)] for name, args in native}
+    assert issued == {
+        "dist_comm_all_reduce_op": ["prod", TP, True],
+        "dist_comm_all_gather_into_tensor_op": [2, TP, True],
+        "dist_comm_reduce_scatter_tensor_op": [2, "sum", TP, True],
+        "dist_comm_all_to_all_v_single_op": [TP, [24, 0], [24, 15], 2, False, True],
+        "dist_comm_broadcast_op": [1, 0, TP, True],
+        "dist_comm_isend_op": [1, TP, 0],
+        "dist_comm_irecv_op": [0, 1, TP],
+        "dist_comm_barrier_op": [TP, False],
+    }
