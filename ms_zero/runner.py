@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh
-from ms_zero.config import Loaded, RunConfig, dump, mesh_of
-from ms_zero.data import TextData, load_text, unigram_entropy
+from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of
+from ms_zero.data import BatchSchedule, TextData, load_text, unigram_entropy
 from ms_zero.errors import UserError
 from ms_zero.hardware import peak_flops
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
 from ms_zero.optim.schedule import Schedule
 from ms_zero.plan.flops import train_flops_per_token
 from ms_zero.recipes.build import DATA_AXES, build_engine
-from ms_zero.trainer import BatchShape, StepResult, Trainer
+from ms_zero.trainer import StepResult, Trainer
 
 # So many skipped steps in a row mean that the run is broken, not that one batch was unlucky.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -49,7 +49,8 @@ def build_trainer(config: RunConfig, text: TextData, comm: Communicator) -> Trai
         build_schedule(config),
         comm=comm,
         group=pmesh.group(*DATA_AXES),
-        batch=BatchShape(train.micro_batch_size, train.accumulation_steps),
+        batch_size=build_batch_schedule(train),
+        micro_batch_size=train.micro_batch_size,
         clip_norm=config.optim.clip_norm,
     )
 
@@ -64,6 +65,16 @@ def build_schedule(config: RunConfig) -> Schedule:
         warmup_steps=optim.warmup_steps,
         total_steps=config.train.steps,
         decay_steps=optim.decay_steps or 0,
+    )
+
+
+def build_batch_schedule(train: TrainConfig) -> BatchSchedule:
+    """The samples of each step of a run."""
+    return BatchSchedule(
+        full=train.global_batch_size,
+        start=train.rampup_start or 0,
+        increment=train.rampup_increment or 0,
+        samples=train.rampup_samples,
     )
 
 
@@ -132,7 +143,12 @@ class _Session:
 
     def introduce(self, loaded: Loaded) -> None:
         """Say what is about to be trained on what."""
+        train = self.config.train
         self.monitor.message(self.text.summary())
+        self.monitor.message(
+            f"{train.global_batch_size} samples a step: {train.accumulation_steps} microbatches of "
+            f"{train.micro_batch_size} on each of {self.trainer.num_replicas} data-parallel ranks"
+        )
         for warning in loaded.warnings:
             self.monitor.message(f"warning: {warning}")
 
@@ -185,7 +201,7 @@ class _Session:
 
     def _timed_step(self, stop: StopFlag) -> StepResult:
         result = self.trainer.step(stop_requested=stop.requested)
-        rates = self.throughput.step(self.trainer.global_batch_size * self.config.data.seq_len)
+        rates = self.throughput.step(result.num_samples * self.config.data.seq_len)
         if result.nonfinite:
             self.monitor.event("skipped_step", step=result.step, first_nonfinite=result.nonfinite)
         if result.step % self.config.train.log_interval == 0 or result.step == self.config.train.steps:

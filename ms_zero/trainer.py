@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_zero.comm import Communicator, Group
-from ms_zero.data import IGNORED_LABEL, Batch, Loader
+from ms_zero.data import IGNORED_LABEL, Batch, BatchSchedule, Loader
 from ms_zero.optim.clip import decide
 from ms_zero.optim.schedule import Schedule
 from ms_zero.recipes.eager import EagerEngine
@@ -31,14 +31,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class BatchShape:
-    """How a global batch is cut: on every rank, so many microbatches of so many samples."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What one step did, equal on all ranks.
 
@@ -47,6 +39,7 @@ class StepResult:
         loss: mean over the valid tokens of the global batch, in nats.
         grad_norm: global norm before clipping.
         lr: learning rate of the update.
+        num_samples: samples of the global batch.
         num_tokens: valid (predicted) tokens of the global batch.
         nonfinite: name of the first parameter with a gradient that is not finite, in a skipped step.
         stop: some rank asked to stop.
@@ -56,6 +49,7 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
+    num_samples: int
     num_tokens: int
     nonfinite: str | None
     stop: bool
@@ -72,7 +66,8 @@ class Trainer:
         *,
         comm: Communicator,
         group: Group,
-        batch: BatchShape,
+        batch_size: BatchSchedule,
+        micro_batch_size: int,
         clip_norm: float,
     ) -> None:
         """Join the parts.
@@ -83,18 +78,19 @@ class Trainer:
             schedule: learning rate of an update.
             comm: the communicator.
             group: the data-parallel ranks.
-            batch: how the global batch is cut.
+            batch_size: samples of each step over all ranks, in whole microbatches.
+            micro_batch_size: samples of a microbatch on one rank.
             clip_norm: largest gradient norm; 0 turns clipping off.
         """
         self.engine, self.loader, self.schedule = engine, loader, schedule
-        self.batch, self.clip_norm = batch, clip_norm
+        self.batch_size, self.micro_batch_size, self.clip_norm = batch_size, micro_batch_size, clip_norm
         self.progress = Progress()
         self._comm, self._group = comm, group
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples per step over all ranks."""
-        return self.batch.micro_batch_size * self.batch.accumulation_steps * self._group.size
+    def num_replicas(self) -> int:
+        """Data-parallel ranks that share a global batch."""
+        return self._group.size
 
     def step(
         self, *, stop_requested: bool = False, on_gradient: Callable[[], None] = lambda: None
@@ -105,7 +101,8 @@ class Trainer:
             stop_requested: this rank wants the run to end; the result tells all ranks.
             on_gradient: called between the reduction and the update, for tests that look at gradients.
         """
-        microbatches = [self._microbatch(index) for index in range(self.batch.accumulation_steps)]
+        num_samples = self.batch_size(self.progress.consumed_samples)
+        microbatches = self._microbatches(num_samples)
         valid = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in microbatches)
         num_tokens, stop = self._agree(valid, int(stop_requested))
         for index, batch in enumerate(microbatches):
@@ -125,12 +122,13 @@ class Trainer:
         else:
             nonfinite = self.engine.first_nonfinite() or "the sum of squares of all gradients (overflow)"
             self.engine.discard()
-        self._advance(applied=decision.finite)
+        self._advance(num_samples, applied=decision.finite)
         return StepResult(
             step=self.progress.step,
             loss=summary.loss,
             grad_norm=decision.norm,
             lr=lr,
+            num_samples=num_samples,
             num_tokens=num_tokens,
             nonfinite=nonfinite,
             stop=bool(stop),
@@ -144,7 +142,7 @@ class Trainer:
             num_samples: how many; at most one epoch is used.
         """
         count = min(num_samples, len(loader))
-        size = self.batch.micro_batch_size
+        size = self.micro_batch_size
         loss_sum, num_tokens = 0.0, 0
         # Every rank makes the same number of equal passes, because a pass may contain collectives: rows past
         # the end are read but not counted.
@@ -166,14 +164,20 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.engine.optimizer.num_updates = self.progress.updates
 
-    def _microbatch(self, index: int) -> Batch:
-        return self.loader.microbatch(
-            self.progress.consumed_samples,
-            index,
-            dp_rank=self._group.index,
-            dp_degree=self._group.size,
-            micro_batch_size=self.batch.micro_batch_size,
-        )
+    def _microbatches(self, num_samples: int) -> list[Batch]:
+        """This rank's part of the next global batch."""
+        count, rest = divmod(num_samples, self.micro_batch_size * self._group.size)
+        assert rest == 0, f"{num_samples} samples are no whole microbatches on {self._group.size} ranks"
+        return [
+            self.loader.microbatch(
+                self.progress.consumed_samples,
+                index,
+                dp_rank=self._group.index,
+                dp_degree=self._group.size,
+                micro_batch_size=self.micro_batch_size,
+            )
+            for index in range(count)
+        ]
 
     def _agree(self, valid: int, stop: int) -> tuple[int, int]:
         """Sums over the ranks of the valid tokens and of the wish to stop."""
@@ -181,8 +185,8 @@ class Trainer:
         num_tokens, stops = self._comm.all_reduce(local, self._group).asnumpy().tolist()
         return num_tokens, stops
 
-    def _advance(self, *, applied: bool) -> None:
+    def _advance(self, num_samples: int, *, applied: bool) -> None:
         self.progress.step += 1
-        self.progress.consumed_samples += self.global_batch_size
+        self.progress.consumed_samples += num_samples
         self.progress.updates += applied
         self.progress.skipped += not applied

@@ -33,7 +33,7 @@ def data_cases(quick: bool) -> list[Case]:
     }
     if quick:
         problems = {name: problems[name] for name in ("gpt adamw", "llama sgd tied")}
-    cases = []
+    cases = [] if quick else rampup_cases()
     for name, (base, overrides) in problems.items():
         problem = (*overrides, *SHORT, "train.global_batch_size=12", "model.num_layers=2")
         layouts = [(world, count) for world, counts in MICROBATCHES.items() for count in counts]
@@ -49,6 +49,18 @@ def data_cases(quick: bool) -> list[Case]:
             layout = ("train.accumulation_steps=1", override)
             cases.append(Case(f"{name}, {world} workers, {label}", world, base, problem, layout))
     return cases
+
+
+def rampup_cases() -> list[Case]:
+    """A global batch that grows from 4 to 12 samples during the first 40."""
+    growing = ("train.rampup_samples=40", "train.rampup_start=4", "train.rampup_increment=4")
+    batch = ("train.global_batch_size=12", "train.micro_batch_size=1", "train.accumulation_steps=auto")
+    problem = (*ADAM, *SHORT, *batch, *growing, "model.num_layers=2")
+    layouts = {1: "train.micro_batch_size=4", 2: "train.micro_batch_size=2", 4: "train.micro_batch_size=1"}
+    return [
+        Case(f"gpt growing batch, {world} workers", world, "runs/quickstart", problem, (layout,))
+        for world, layout in layouts.items()
+    ]
 
 
 MATRICES: dict[str, Callable[[bool], list[Case]]] = {"data": data_cases}

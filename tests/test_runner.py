@@ -87,6 +87,19 @@ def test_a_run_logs_evaluates_and_saves(options, tmp_path, capsys):
     assert f"{tmp_path}/run/checkpoints/step-00000006" in shown
 
 
+def test_the_batch_grows_as_told_and_a_resumed_run_goes_on_growing(options, tmp_path):
+    growing = ["train.rampup_samples=16", "train.rampup_start=4", "train.rampup_increment=4"]
+    run([*options, *growing, "train.accumulation_steps=auto", "train.micro_batch_size=2"])
+    steps = [line for line in lines(tmp_path / "run") if line["event"] == "step"]
+    assert [line["consumed_samples"] for line in steps] == [4, 8, 12, 16, 24, 32]
+    at_three = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002"
+    again = [*options, *growing, "train.accumulation_steps=auto", "train.micro_batch_size=4", at_three]
+    run([*again, f"train.output_dir={tmp_path}/again"])
+    second = [line for line in lines(tmp_path / "again") if line["event"] == "step"]
+    assert [line["consumed_samples"] for line in second] == [12, 16, 24, 32]
+    assert second[-1]["loss"] == pytest.approx(steps[-1]["loss"], rel=1e-6)
+
+
 def resumed(comm, options, resume):
     run([*options, f"checkpoint.resume={resume}"], comm)
 

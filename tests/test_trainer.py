@@ -105,6 +105,7 @@ def test_one_rank_decides_for_all_and_evaluation_does_not_depend_on_the_layout(f
     result = trainer.step()
     assert found[0]["after"][:2] == pytest.approx([result.loss, result.grad_norm], rel=1e-6)
     assert found[0]["after"][2:] == [False, result.num_tokens]
+    assert result.num_samples == 12
     assert found[0]["eval"] == pytest.approx(trainer.evaluate(text.validation_loader(), 7), rel=1e-6)
 
 

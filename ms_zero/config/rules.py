@@ -143,6 +143,29 @@ def _check_intervals(facts: Facts) -> Iterator[tuple[str, str]]:
             yield path, f"{facts.values[path]} is more than train.steps {steps}, so it never comes round"
 
 
+def _check_rampup(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["train.rampup_samples"] == 0:
+        return
+    full, start, step = (
+        facts.values[f"train.{name}"] for name in ("global_batch_size", "rampup_start", "rampup_increment")
+    )
+    share = facts.values["train.micro_batch_size"]
+    share *= facts.values["parallel.dp_replicate"] * facts.values["parallel.dp_shard"]
+    if start is None or step is None:
+        missing = "train.rampup_start" if start is None else "train.rampup_increment"
+        yield missing, "missing; a ramp-up needs its start and its increment"
+    elif start % share:
+        yield "train.rampup_start", f"{start} is not a multiple of micro_batch_size x dp = {share}"
+    elif start >= full:
+        yield "train.rampup_start", f"{start} is not below global_batch_size {full}, to which it grows"
+    elif step % share or (full - start) % step:
+        message = (
+            f"{step} must be a multiple of micro_batch_size x dp = {share} and divide "
+            f"global_batch_size - rampup_start = {full - start}"
+        )
+        yield "train.rampup_increment", message
+
+
 def _check_warmup(facts: Facts) -> Iterator[tuple[str, str]]:
     warmup, steps = facts.values["optim.warmup_steps"], facts.values["train.steps"]
     if warmup >= steps:
@@ -348,6 +371,27 @@ _BATCH_RULES = (
         _check_intervals,
     ),
 )
+_RAMPUP_RULES = (
+    Rule(
+        "MZ044",
+        "The batch ramp-up takes whole steps",
+        "error",
+        "The global batch grows from rampup_start by rampup_increment to global_batch_size. Every size on "
+        "the way must be whole microbatches on every rank, and the last increment must end at the full size.",
+        "Use multiples of micro_batch_size x dp for both, with an increment that divides "
+        "global_batch_size - rampup_start.",
+        (
+            "train.rampup_samples",
+            "train.rampup_start",
+            "train.rampup_increment",
+            "train.global_batch_size",
+            "train.micro_batch_size",
+            "parallel.dp_replicate",
+            "parallel.dp_shard",
+        ),
+        _check_rampup,
+    ),
+)
 _OPTIM_RULES = (
     Rule(
         "MZ050",
@@ -457,6 +501,7 @@ RULES: Final = (
     *_SECTION_RULES,
     *_MODEL_RULES,
     *_BATCH_RULES,
+    *_RAMPUP_RULES,
     *_OPTIM_RULES,
     *_PARALLEL_RULES,
     *_HARDWARE_RULES,

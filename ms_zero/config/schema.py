@@ -165,6 +165,22 @@ class TrainConfig:
     global_batch_size: int = _count("Samples per optimizer step, over all ranks.", default=AUTO, auto=_TRIPLE)
     micro_batch_size: int = _count("Samples per forward pass on one rank.", default=AUTO, auto=_TRIPLE)
     accumulation_steps: int = _count("Forward passes per optimizer step.", default=AUTO, auto=_TRIPLE)
+    rampup_samples: int = key(
+        "Samples over which the global batch grows to its size; 0: full size at once.",
+        default=0,
+        minimum=0,
+        maximum=_INT_MAX,
+    )
+    rampup_start: int | None = _count(
+        "Global batch of the first steps; a multiple of micro_batch_size x dp.",
+        default=None,
+        used_when=("rampup_samples", range(1, _INT_MAX + 1)),
+    )
+    rampup_increment: int | None = _count(
+        "Samples by which the global batch grows each time; a multiple of micro_batch_size x dp.",
+        default=None,
+        used_when=("rampup_samples", range(1, _INT_MAX + 1)),
+    )
     seed: int = key("Seed of weights and data order.", default=1234, minimum=0, maximum=2**63 - 1)
     eval_interval: int = key("Steps between evaluations; 0: never.", default=0, minimum=0, maximum=_INT_MAX)
     eval_samples: int = _count(

@@ -1,5 +1,6 @@
 """Text data: corpora, tokenizers, packing and a loader that can be restored at any sample (numpy only)."""
 
+from ms_zero.data.batch_size import BatchSchedule
 from ms_zero.data.corpus import Corpus, Document, Omission, file_corpus, split_documents, stdlib_corpus
 from ms_zero.data.cursor import Cursor, check_cursor
 from ms_zero.data.fingerprint import fingerprint
@@ -18,6 +19,7 @@ from ms_zero.data.tokenizer import ByteTokenizer, Tokenizer, get_tokenizer
 __all__ = [
     "IGNORED_LABEL",
     "Batch",
+    "BatchSchedule",
     "ByteTokenizer",
     "Corpus",
     "Cursor",

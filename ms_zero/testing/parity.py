@@ -27,7 +27,7 @@ from ms_zero.comm import Communicator
 from ms_zero.config import load_config
 from ms_zero.models.init import decay_names, initialise
 from ms_zero.recipes.build import build_model
-from ms_zero.runner import build_schedule, build_trainer, load_data
+from ms_zero.runner import build_batch_schedule, build_schedule, build_trainer, load_data
 from ms_zero.testing.reference import ReferenceRun
 from ms_zero.testing.workers import run_workers
 
@@ -192,7 +192,7 @@ def _train_reference(job: dict, steps: int, gradient_step: int) -> tuple[list[fl
     loader = load_data(config).train_loader(config.train.seed)
     run = ReferenceRun(model, loader, build_schedule(config), config.optim, decay_names(model))
     losses, norms = [], []
-    for step, made in enumerate(run.steps(steps, config.train.global_batch_size), start=1):
+    for step, made in enumerate(run.steps(steps, build_batch_schedule(config.train)), start=1):
         losses.append(made.loss)
         norms.append(made.grad_norm)
         if step == gradient_step:

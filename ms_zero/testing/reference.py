@@ -5,7 +5,7 @@ compared to it. Gradients come from MindSpore's public ``value_and_grad`` over t
 optimizer is numpy in float64 on fp32 parameters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -48,10 +48,12 @@ class ReferenceRun:
         self._loss_sum = kernels.CrossEntropySum()
         self._num_steps = 0
 
-    def steps(self, count: int, batch_size: int) -> Iterator[ReferenceStep]:
-        """Make ``count`` steps of ``batch_size`` samples."""
+    def steps(self, count: int, batch_size: Callable[[int], int]) -> Iterator[ReferenceStep]:
+        """Make ``count`` steps; ``batch_size`` maps the samples consumed before a step to its own."""
+        consumed = 0
         for _ in range(count):
-            batch = self._loader.batch(self._num_steps * batch_size, batch_size)
+            batch = self._loader.batch(consumed, batch_size(consumed))
+            consumed += len(batch.labels)
             loss, grads = self._loss_and_grads(batch)
             norm = float(np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads)))
             clip = self._optim.clip_norm

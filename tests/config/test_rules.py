@@ -15,6 +15,8 @@ optim: {warmup_steps: 2}
 """
 SCALING = "model.rope_scaling={factor: 8, low_freq_factor: %s, high_freq_factor: 4, original_max_seq_len: 64}"
 GPT = LLAMA.replace("llama", "gpt")
+GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
+RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
 
 # rule, key of the finding, overrides that violate it, overrides next to them that do not, workers, config
 CASES = [
@@ -85,6 +87,12 @@ CASES = [
     ("MZ043", "train.eval_interval", ["train.eval_interval=11"], ["train.eval_interval=10"], 1, GPT),
     ("MZ043", "train.log_interval", ["train.log_interval=11"], ["train.log_interval=10"], 1, GPT),
     ("MZ043", "checkpoint.interval", ["checkpoint.interval=11"], ["checkpoint.interval=10"], 1, GPT),
+    ("MZ044", "train.rampup_start", [RAMPUP % (8, 2)], [RAMPUP % (4, 2)], 2, GPT_MICRO_1),
+    ("MZ044", "train.rampup_start", [RAMPUP % (3, 2)], [RAMPUP % (2, 2)], 2, GPT_MICRO_1),
+    ("MZ044", "train.rampup_start", [RAMPUP % ("null", 2)], [RAMPUP % (6, 2)], 2, GPT_MICRO_1),
+    ("MZ044", "train.rampup_increment", [RAMPUP % (2, "null")], [RAMPUP % (2, 6)], 2, GPT_MICRO_1),
+    ("MZ044", "train.rampup_increment", [RAMPUP % (2, 4)], [RAMPUP % (2, 3 * 2)], 2, GPT_MICRO_1),
+    ("MZ044", "train.rampup_increment", [RAMPUP % (2, 3)], [RAMPUP % (2, 2)], 2, GPT_MICRO_1),
     ("MZ050", "optim.warmup_steps", ["optim.warmup_steps=10"], ["optim.warmup_steps=9"], 1, GPT),
     (
         "MZ051",
