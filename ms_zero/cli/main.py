@@ -104,6 +104,52 @@ def _launch(argv: Sequence[str]) -> int:
     return launch(**vars(arguments))
 
 
+def _lint(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero lint",
+        description="List everything that is wrong or doubtful in a run file; status 2 if it is refused.",
+    )
+    _add_run_arguments(parser)
+    _add_workers(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.run_file import lint
+
+    return lint(arguments.run, arguments.overrides, arguments.workers)
+
+
+def _explain(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero explain",
+        description="Explain the id of a finding, a section or a key of run files; list them without a name.",
+    )
+    help_text = "for example MZ012, train or train.steps"
+    parser.add_argument("topic", nargs="?", metavar="NAME", help=help_text)
+    arguments = parser.parse_args(argv)
+    from ms_zero.cli.run_file import explain
+
+    return explain(arguments.topic)
+
+
+def _config(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero config",
+        usage="ms-zero config show RUN.yaml [--workers N] [key=value ...]",
+        description="Show the effective config of a run file: every value with its origin.",
+    )
+    parser.add_argument("action", choices=["show"], help="what to do")
+    _add_run_arguments(parser)
+    _add_workers(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.run_file import show_config
+
+    return show_config(arguments.run, arguments.overrides, arguments.workers)
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
+    parser.add_argument("--workers", type=int, metavar="N", help=help_text)
+
+
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN.yaml", help="the run file")
     help_text = "overrides, for example train.steps=20"
@@ -113,4 +159,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "train": ("train in this process (or as one worker of msrun)", _train),
     "launch": ("train on several workers, on one or more machines", _launch),
+    "lint": ("list all that is wrong or doubtful in a run file", _lint),
+    "explain": ("explain the id of a finding, a section or a key", _explain),
+    "config": ("show the effective config and where each value is from", _config),
 }

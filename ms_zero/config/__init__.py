@@ -4,9 +4,10 @@
 loading. Imports neither mindspore nor numpy.
 """
 
+from ms_zero.config.describe import describe, describe_all
 from ms_zero.config.explanations import Explanation
 from ms_zero.config.findings import ConfigError, Finding
-from ms_zero.config.load import Loaded, load_config
+from ms_zero.config.load import Checked, Loaded, check_config, load_config
 from ms_zero.config.mesh import mesh_of
 from ms_zero.config.render import dump, render_effective
 from ms_zero.config.rules import EXPLANATIONS, RULES, Rule
@@ -28,6 +29,7 @@ from ms_zero.config.schema import (
 __all__ = [
     "EXPLANATIONS",
     "RULES",
+    "Checked",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
@@ -45,6 +47,9 @@ __all__ = [
     "Rule",
     "RunConfig",
     "TrainConfig",
+    "check_config",
+    "describe",
+    "describe_all",
     "dump",
     "load_config",
     "mesh_of",

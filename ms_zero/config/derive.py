@@ -1,11 +1,13 @@
 """Replaces every `auto` by the value that the other keys imply, and says in its origin how."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ms_zero.config.bind import Facts
 from ms_zero.config.schema import AUTO
+from ms_zero.mesh import AXES
 
 TOKENIZER_VOCAB = {"byte": 257}
 
@@ -47,6 +49,20 @@ def derive(facts: Facts) -> list[Problem]:
     for path in [path for path, value in facts.values.items() if value is AUTO]:
         del facts.values[path], facts.origins[path]
     return problems
+
+
+def fitting_world_size(facts: Facts) -> int:
+    """Return the smallest number of workers that the values so far allow: call it before `derive`.
+
+    It is the product of the degrees. When dp_shard is auto and all three batch sizes are given, they tell it.
+    """
+    degrees = (facts.values.get(f"parallel.{axis}") for axis in AXES)
+    workers = math.prod(degree for degree in degrees if isinstance(degree, int))
+    if facts.values.get("parallel.dp_shard") is AUTO and facts.known("parallel.dp_replicate", *_BATCH):
+        total, micro, accumulation = (facts.values[path] for path in _BATCH)
+        shards, rest = divmod(total, micro * accumulation * facts.values["parallel.dp_replicate"])
+        workers *= shards if rest == 0 else 1
+    return workers
 
 
 def _fill(facts: Facts, path: str, value: int | str | None, how: str) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ms_zero.config import schema
 from ms_zero.config.bind import Facts, bind, section_values
-from ms_zero.config.derive import derive
+from ms_zero.config.derive import derive, fitting_world_size
 from ms_zero.config.findings import ConfigError, Finding
 from ms_zero.config.rules import run_rules
 from ms_zero.config.schema import RopeScaling, RunConfig
@@ -35,36 +35,74 @@ class Loaded:
     world_size: int
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Loaded:
+@dataclass(frozen=True)
+class Checked:
+    """What checking a config has found.
+
+    Args:
+        findings: Every violation and warning; empty when there is nothing to say.
+        label: Name of the config file.
+        world_size: Number of workers that it was checked for.
+
+    """
+
+    findings: tuple[Finding, ...]
+    label: str
+    world_size: int
+
+
+def check_config(
+    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None
+) -> Checked:
+    """Find everything that is wrong or doubtful in a run config, without refusing it; see `load_config`."""
+    facts, findings = _examine(path, overrides, world_size)
+    return Checked(tuple(findings), facts.label, facts.world_size)
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = 1
+) -> Loaded:
     """Load a run config.
 
     Args:
         path: A YAML file, or the name of a preset such as `runs/quickstart`.
         overrides: `section.key=value` items, applied last and in order; values are YAML.
-        world_size: Number of workers; data-parallel degree and batch sizes follow from it.
+        world_size: Number of workers; data-parallel degree and batch sizes follow from it. None: the smallest
+            number that the degrees and batch sizes of the config allow.
 
     Raises:
         ConfigError: The config is refused; holds every violation, one line each.
 
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise UserError(f"number of workers: {world_size!r} is not an integer of at least 1")
-    gathered = gather(path, overrides)
-    facts, findings = bind(gathered.root, gathered.label, world_size)
-    if gathered.complete:
-        findings += run_rules(facts, derive(facts))
-    else:
-        findings = [finding for finding in findings if finding.rule != "MZ007"]
-    findings = list(dict.fromkeys(gathered.findings + findings))
-    if any(finding.severity == "error" for finding in findings):
-        raise ConfigError([finding for finding in findings if finding.severity == "error"])
+    facts, findings = _examine(path, overrides, world_size)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
     return Loaded(
         config=_build(facts),
         origins=MappingProxyType(facts.origins),
         warnings=tuple(findings),
-        label=gathered.label,
-        world_size=world_size,
+        label=facts.label,
+        world_size=facts.world_size,
     )
+
+
+def _examine(
+    path: str | Path, overrides: Sequence[str], world_size: int | None
+) -> tuple[Facts, list[Finding]]:
+    """Gather, bind, derive and run the rules; the values are all concrete when no finding is an error."""
+    given = isinstance(world_size, int) and not isinstance(world_size, bool) and world_size >= 1
+    if world_size is not None and not given:
+        raise UserError(f"number of workers: {world_size!r} is not an integer of at least 1")
+    gathered = gather(path, overrides)
+    facts, findings = bind(gathered.root, gathered.label, world_size or 1)
+    if world_size is None:
+        facts.world_size = fitting_world_size(facts)
+    if gathered.complete:
+        findings += run_rules(facts, derive(facts))
+    else:
+        findings = [finding for finding in findings if finding.rule != "MZ007"]
+    return facts, list(dict.fromkeys(gathered.findings + findings))
 
 
 def _build(facts: Facts) -> RunConfig:

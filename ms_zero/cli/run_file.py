@@ -1,0 +1,49 @@
+"""``ms-zero lint``, ``config show`` and ``explain``: what a run file says, before anything is started."""
+
+import sys
+from collections.abc import Sequence
+
+from ms_zero.config import check_config, describe, describe_all, load_config, render_effective
+from ms_zero.config.findings import one_line
+
+
+def lint(run: str, overrides: Sequence[str], workers: int | None) -> int:
+    """Print every violation and warning, then one line of verdict; 2 if the run file would be refused.
+
+    Without ``workers`` the smallest number is taken that the degrees and batch sizes allow.
+    """
+    checked = check_config(run, overrides, workers)
+    for finding in checked.findings:
+        print(f"{finding.severity}: {finding}")
+    errors = sum(finding.severity == "error" for finding in checked.findings)
+    warnings = len(checked.findings) - errors
+    if checked.findings:
+        print(f"'ms-zero explain {checked.findings[0].rule}' tells more about {checked.findings[0].rule}")
+    verdict = "refused" if errors else "valid"
+    chosen = "" if workers is not None else " (the fewest that fit; --workers N checks for N)"
+    print(
+        f"{one_line(checked.label)}: {verdict} for {_count(checked.world_size, 'worker')}{chosen}: "
+        f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
+    )
+    return 2 if errors else 0
+
+
+def show_config(run: str, overrides: Sequence[str], workers: int | None) -> int:
+    """Print the effective config as YAML with the origin of each value; warnings go to stderr."""
+    loaded = load_config(run, overrides, workers)
+    sys.stdout.write(render_effective(loaded))
+    for finding in loaded.warnings:
+        print(f"ms-zero: warning: {finding}", file=sys.stderr)
+    return 0
+
+
+def explain(topic: str | None) -> int:
+    """Print what a rule, a section or a key is about; without a topic, list them."""
+    print(describe_all() if topic is None else describe(topic))
+    if topic is None:
+        print("'ms-zero explain MZ012', 'ms-zero explain train' and 'ms-zero explain train.steps' tell more")
+    return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
