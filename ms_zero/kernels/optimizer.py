@@ -22,7 +22,9 @@ from ms_zero.kernels.dispatch import select
 
 _FP32_BYTES = 4
 # Elements worked on at once on the host: the arrays of one block stay in a core's cache.
-_HOST_BLOCK = 1 << 14
+_HOST_BLOCK = 1 << 15
+# Elements whose squares are added at once: few enough for BLAS to use one thread, hence one order.
+_DOT_BLOCK = 1 << 13
 
 # Primitives hold no state between calls.
 _ADAM = ops.Adam()
@@ -106,11 +108,12 @@ def _adamw_host(
     scaled_block, scratch_block = np.empty((2, _HOST_BLOCK), np.float32)
     for p, m, v, g in _host_blocks(param, exp_avg, exp_avg_sq, grad):
         scaled, scratch = scaled_block[: p.size], scratch_block[: p.size]
-        np.multiply(g, scalars.grad_scale, out=scaled)
+        if scalars.grad_scale != 1.0:
+            g = np.multiply(g, scalars.grad_scale, out=scaled)
         m *= beta1
-        m += np.multiply(scaled, 1.0 - beta1, out=scratch)
+        m += np.multiply(g, 1.0 - beta1, out=scratch)
         v *= beta2
-        np.multiply(scaled, scaled, out=scratch)
+        np.multiply(g, g, out=scratch)
         v += np.multiply(scratch, 1.0 - beta2, out=scratch)
         np.sqrt(v, out=scratch)
         scratch *= inverse_root
@@ -120,11 +123,11 @@ def _adamw_host(
         p -= np.multiply(scratch, step_size, out=scratch)
 
 
-def _host_blocks(*tensors: Tensor) -> Iterator[tuple[np.ndarray, ...]]:
+def _host_blocks(*tensors: Tensor, block: int = _HOST_BLOCK) -> Iterator[tuple[np.ndarray, ...]]:
     """Matching blocks of the storages of flat CPU tensors of one length."""
     views = [host_view(tensor) for tensor in tensors]
-    for start in range(0, views[0].size, _HOST_BLOCK):
-        yield tuple(view[start : start + _HOST_BLOCK] for view in views)
+    for start in range(0, views[0].size, block):
+        yield tuple(view[start : start + block] for view in views)
 
 
 def _adam(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: _AdamScalars) -> None:
@@ -207,7 +210,11 @@ def sum_of_squares(flat: Tensor, *, target: str | None = None) -> Tensor:
 
 
 def _sum_of_squares_host(flat: Tensor) -> Tensor:
-    total = sum(float(np.square(block, dtype=np.float64).sum()) for (block,) in _host_blocks(flat))
+    total, wide = 0.0, np.empty(_DOT_BLOCK)
+    for (part,) in _host_blocks(flat, block=_DOT_BLOCK):
+        values = wide[: part.size]
+        np.copyto(values, part)
+        total += float(np.dot(values, values))
     with np.errstate(over="ignore"):  # a sum that exceeds fp32 is inf by contract
         return Tensor(np.float32(total))
 
