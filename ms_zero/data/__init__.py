@@ -4,15 +4,16 @@ from ms_zero.data.batch_size import BatchSchedule
 from ms_zero.data.corpus import Corpus, Document, Omission, file_corpus, split_documents, stdlib_corpus
 from ms_zero.data.cursor import Cursor, check_cursor
 from ms_zero.data.fingerprint import fingerprint
+from ms_zero.data.indexed import IndexedTokens, IndexedWriter
 from ms_zero.data.loader import Batch, Dataset, Loader
 from ms_zero.data.packing import (
     IGNORED_LABEL,
     PackedDataset,
     Sample,
-    TokenStream,
     tokenize,
     unigram_entropy,
 )
+from ms_zero.data.stream import IndexedStream, Stream, TokenStream
 from ms_zero.data.text import TextData, load_text
 from ms_zero.data.tokenizer import ByteTokenizer, Tokenizer, get_tokenizer
 
@@ -25,10 +26,14 @@ __all__ = [
     "Cursor",
     "Dataset",
     "Document",
+    "IndexedStream",
+    "IndexedTokens",
+    "IndexedWriter",
     "Loader",
     "Omission",
     "PackedDataset",
     "Sample",
+    "Stream",
     "TextData",
     "TokenStream",
     "Tokenizer",

@@ -1,30 +1,17 @@
-"""Token streams, and their packing into samples of fixed length."""
+"""Packing of token streams into samples of fixed length."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ms_zero.data.corpus import Document
+from ms_zero.data.stream import Stream, TokenStream
 from ms_zero.data.tokenizer import Tokenizer, token_dtype
+from ms_zero.errors import UserError
 
 IGNORED_LABEL = -100
 """Label of a position that does not count in the loss."""
-
-
-@dataclass(frozen=True, eq=False)
-class TokenStream:
-    """Documents as one flat array.
-
-    Attributes:
-        tokens: ids of all documents one after the other, 1-D integers; each document ends with its
-            end-of-text id.
-        offsets: int64[documents + 1]; document d is ``tokens[offsets[d]:offsets[d + 1]]``.
-    """
-
-    tokens: np.ndarray
-    offsets: np.ndarray
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
@@ -59,34 +46,48 @@ class PackedDataset:
     Args:
         stream: at least one document.
         seq_len: positions per sample, T.
+        vocab_size: ids must be below it; None when the stream is known to keep to its vocabulary.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+    def __init__(self, stream: Stream, seq_len: int, vocab_size: int | None = None) -> None:
         assert seq_len >= 1, f"seq_len {seq_len}"
-        assert stream.tokens.size >= 2, "a dataset needs a document with text"
+        assert stream.size >= 2, "a dataset needs a document with text"
         self.stream = stream
         self.seq_len = seq_len
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        return -(-(self.stream.tokens.size - 1) // self.seq_len)
+        return -(-(self.stream.size - 1) // self.seq_len)
 
     def sample(self, index: int) -> Sample:
-        """Sample `index`, ``0 <= index < len(self)``; the last repeats its final token without labels."""
+        """Sample `index`, ``0 <= index < len(self)``; the last repeats its final token without labels.
+
+        Raises:
+            UserError: an id is beyond the vocabulary.
+        """
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         start = index * self.seq_len
-        window = self.stream.tokens[start : start + self.seq_len + 1].astype(np.int32)
+        window = self.stream.read(start, min(start + self.seq_len + 1, self.stream.size))
+        self._check_vocabulary(window, index)
+        window = window.astype(np.int32)
         valid = window.size - 1
         input_ids = np.full(self.seq_len, window[-1], dtype=np.int32)
         labels = np.full(self.seq_len, IGNORED_LABEL, dtype=np.int32)
         input_ids[:valid] = window[:-1]
         labels[:valid] = window[1:]
-        labels[self._last_positions(start, start + valid) - start] = IGNORED_LABEL
+        labels[self.stream.last_positions(start, start + valid) - start] = IGNORED_LABEL
         return Sample(input_ids, labels)
 
-    def _last_positions(self, start: int, stop: int) -> np.ndarray:
-        """Positions of the stream in ``start .. stop`` that hold the last token of a document."""
-        first, after = np.searchsorted(self.stream.offsets, [start + 1, stop + 1])
-        return self.stream.offsets[first:after] - 1
+    def _check_vocabulary(self, window: np.ndarray, index: int) -> None:
+        """Refuse ids that would read outside the embedding; costs two passes over a sample."""
+        if self._vocab_size is None or (window.min() >= 0 and window.max() < self._vocab_size):
+            return
+        at = int(np.argmax((window < 0) | (window >= self._vocab_size)))
+        raise UserError(
+            f"token id {window[at]} is beyond model.vocab_size {self._vocab_size}: sample {index}, "
+            f"{self.stream.describe(index * self.seq_len + at)}; use the tokenizer that the data was made "
+            "with, or see 'ms-zero data lint'"
+        )
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:

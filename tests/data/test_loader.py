@@ -5,7 +5,8 @@ import pytest
 
 from ms_zero import rng
 from ms_zero.data.loader import Loader
-from ms_zero.data.packing import PackedDataset, Sample, TokenStream
+from ms_zero.data.packing import PackedDataset, Sample
+from ms_zero.data.stream import TokenStream
 from ms_zero.errors import UserError
 
 FINGERPRINT = "ab" * 32
