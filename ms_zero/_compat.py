@@ -125,7 +125,7 @@ def init_with_store(rank: int, world_size: int, port: int, timeout_s: float = 60
     if rank > 0:
         _wait_for_listener(port, timeout_s)
     store = _dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=rank == 0, timeout=timeout)
-    with _short_sleeps(0.15):
+    with _short_sleeps(first_s=0.05, later_s=0.5):
         _init_with_store(backend="mccl", timeout=timeout, world_size=world_size, rank=rank, store=store)
     fix_world_group_cache(rank, world_size)
 
@@ -141,14 +141,14 @@ def _wait_for_listener(port: int, timeout_s: float) -> None:
 
 
 @contextmanager
-def _short_sleeps(seconds: float) -> Iterator[None]:
-    """Let a timer signal cut short the sleeps of C code.
+def _short_sleeps(first_s: float, later_s: float) -> Iterator[None]:
+    """Let a timer signal cut short the sleeps of C code: one soon, the others so that peers get 10 s.
 
     While it waits for the addresses of its peers the framework sleeps 3 s between 20 attempts, so that nearly
     every start of a job costs 3 s. Checked on 2.10.0: the sleep ends early at a signal.
     """
     previous = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, seconds / 3, seconds)
+    signal.setitimer(signal.ITIMER_REAL, first_s, later_s)
     try:
         yield
     finally:

@@ -106,8 +106,8 @@ def test_system_exit_is_a_failure():
 
 
 def test_a_hung_worker_ends_at_the_time_limit():
-    with pytest.raises(WorkerError, match="no result from rank 1 within 2 s"):
-        run_workers(2, worker_hang, timeout_s=2)
+    with pytest.raises(WorkerError, match="no result from rank 1 within 6 s"):
+        run_workers(2, worker_hang, timeout_s=6)  # rank 0 must be through by then on a busy machine
 
 
 def test_a_result_that_is_not_json_is_a_failure():
