@@ -5,7 +5,9 @@ dataset of N samples, at place ``s % N`` of that epoch's own order. The loader k
 consumed samples is the whole state, so a run can go on from any sample with any data-parallel degree.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,41 +46,33 @@ class Batch(NamedTuple):
     sample_numbers: np.ndarray
 
 
-class Loader:
-    """Reads a dataset as an endless sequence of samples, each exactly once per epoch."""
+class SampleSequence(ABC):
+    """An endless sequence of samples of which any part can be read; it keeps no position."""
 
-    def __init__(
-        self, dataset: Dataset, *, seed: int, fingerprint: str, corpus: str = "", shuffle: bool = True
-    ) -> None:
-        """Read `dataset`, which holds at least one sample.
+    def __init__(self, *, seq_len: int, seed: int, fingerprint: str, corpus: str) -> None:
+        """Describe the sequence.
 
         Args:
-            dataset: the samples.
-            seed: with `shuffle`, the order of an epoch depends only on the seed and the number of the epoch.
+            seq_len: positions per sample.
+            seed: of the order.
             fingerprint: identity of the samples, for cursors.
             corpus: where they come from, for messages.
-            shuffle: False reads every epoch in dataset order, as for validation.
         """
-        assert len(dataset) > 0, "a loader needs samples"
-        self.dataset = dataset
-        self._seed, self._shuffle = seed, shuffle
-        self._fingerprint, self._corpus = fingerprint, corpus
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._cursor_at_start = Cursor(0, fingerprint, seed, seq_len, corpus)
 
+    @abstractmethod
     def __len__(self) -> int:
-        """Samples per epoch."""
-        return len(self.dataset)
+        """Samples after which the first one comes again."""
 
-    def index_of(self, sample_number: int) -> int:
-        """Dataset index of a place in the sequence of samples."""
-        epoch, place = divmod(sample_number, len(self.dataset))
-        return int(self._epoch_order(epoch)[place]) if self._shuffle else place
+    @abstractmethod
+    def sample(self, sample_number: int) -> Sample:
+        """The sample at a place in the sequence."""
 
     def batch(self, consumed: int, count: int) -> Batch:
         """Samples number `consumed` to ``consumed + count - 1``; `count` is at least 1."""
         assert consumed >= 0 and count >= 1, f"{count} samples after {consumed}"
         numbers = range(consumed, consumed + count)
-        samples = [self.dataset.sample(self.index_of(number)) for number in numbers]
+        samples = [self.sample(number) for number in numbers]
         return Batch(
             np.stack([sample.input_ids for sample in samples]),
             np.stack([sample.labels for sample in samples]),
@@ -100,7 +94,7 @@ class Loader:
 
     def cursor(self, consumed: int) -> dict[str, int | str]:
         """What a checkpoint stores to go on after `consumed` samples, as a JSON object."""
-        return self._cursor(consumed).state()
+        return replace(self._cursor_at_start, consumed_samples=consumed).state()
 
     def check_cursor(self, state: Mapping[str, Any]) -> int:
         """The consumed samples of a stored cursor.
@@ -109,10 +103,42 @@ class Loader:
             UserError: the cursor is damaged or belongs to another sequence of samples: another corpus, split,
                 tokenizer, seed or sample length.
         """
-        return check_cursor(state, self._cursor(0))
+        return check_cursor(state, self._cursor_at_start)
 
-    def _cursor(self, consumed: int) -> Cursor:
-        return Cursor(consumed, self._fingerprint, self._seed, self.dataset.seq_len, self._corpus)
+
+class Loader(SampleSequence):
+    """Reads a dataset as an endless sequence of samples, each exactly once per epoch."""
+
+    def __init__(
+        self, dataset: Dataset, *, seed: int, fingerprint: str, corpus: str = "", shuffle: bool = True
+    ) -> None:
+        """Read `dataset`, which holds at least one sample.
+
+        Args:
+            dataset: the samples.
+            seed: with `shuffle`, the order of an epoch depends only on the seed and the number of the epoch.
+            fingerprint: identity of the samples, for cursors.
+            corpus: where they come from, for messages.
+            shuffle: False reads every epoch in dataset order, as for validation.
+        """
+        assert len(dataset) > 0, "a loader needs samples"
+        super().__init__(seq_len=dataset.seq_len, seed=seed, fingerprint=fingerprint, corpus=corpus)
+        self.dataset = dataset
+        self._seed, self._shuffle = seed, shuffle
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return len(self.dataset)
+
+    def sample(self, sample_number: int) -> Sample:
+        """The sample at a place in the sequence."""
+        return self.dataset.sample(self.index_of(sample_number))
+
+    def index_of(self, sample_number: int) -> int:
+        """Dataset index of a place in the sequence of samples."""
+        epoch, place = divmod(sample_number, len(self.dataset))
+        return int(self._epoch_order(epoch)[place]) if self._shuffle else place
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """The order of one epoch; only the last one asked for is kept, since reading moves forward."""

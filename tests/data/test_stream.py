@@ -72,9 +72,9 @@ def test_an_id_beyond_the_vocabulary_is_refused_where_it_is(tmp_path, pairs, dty
     indexed = IndexedTokens(pairs.write_pair(tmp_path / "data", documents, dtype))
     dataset = PackedDataset(IndexedStream(indexed, 0, 3, None), 2, vocab_size=100)
     dataset.sample(0), dataset.sample(1)
-    with pytest.raises(UserError, match=f"token id {bad} is beyond vocab_size 100: sample 2,") as caught:
+    with pytest.raises(UserError, match=f"token id {bad} is beyond model.vocab_size 100") as caught:
         dataset.sample(2)
-    assert f"{tmp_path}/data.bin, document 1, id 2;" in str(caught.value)
+    assert f": sample 2, {tmp_path}/data.bin, document 1, id 2;" in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**33])
