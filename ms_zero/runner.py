@@ -3,11 +3,11 @@
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
-from ms_zero.comm import Communicator, ProcessMesh
+from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
 from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of
 from ms_zero.data import BatchSchedule, TextData, load_text, unigram_entropy
 from ms_zero.errors import UserError
@@ -32,7 +32,8 @@ def run(loaded: Loaded, comm: Communicator) -> int:
     Raises:
         UserError: bad data, checkpoint or environment.
     """
-    with _stop_on_signals() as stop, closing(_Session(loaded, comm)) as session:
+    debug = checked(comm, own_address()) if loaded.config.train.debug_collectives else nullcontext(comm)
+    with _stop_on_signals() as stop, debug as comm, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)
         session.resume()
         session.train(stop)

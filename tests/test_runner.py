@@ -196,3 +196,14 @@ def test_workers_with_other_text_or_another_config_are_refused(options, tmp_path
     for other_text, other_config in run_workers(2, different_workers, options, str(tmp_path)):
         assert "rank 1 reads other text than rank 0" in other_text
         assert "rank 1 has another config" in other_config
+
+
+def trained(comm, options):
+    run(options, comm)
+
+
+def test_debug_collectives_changes_no_bit(options, tmp_path):
+    short = [*options, "train.steps=2"]
+    run_workers(2, trained, short)
+    run_workers(2, trained, [*short, "train.debug_collectives=true", f"train.output_dir={tmp_path}/debug"])
+    assert_same_bits(*(tmp_path / folder / "checkpoints/step-00000002" for folder in ("run", "debug")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,10 @@ class Communicator:
         if world_size > 1:
             self._handles[ranks] = backend.world_handle()
         self.world = self.new_group(ranks, "world")
+
+    def with_backend(self, wrap: Callable[[Backend], Backend]) -> Communicator:
+        """A communicator of the same job over ``wrap(backend)``, without groups and with counters at zero."""
+        return Communicator(wrap(self._backend), self.rank, self.world_size)
 
     def new_group(self, ranks: Sequence[int], name: str | None = None) -> Group:
         """The group of `ranks` (ascending); `name` labels it in counters and messages.

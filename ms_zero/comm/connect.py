@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 
 import mindspore
@@ -22,9 +23,28 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {"CPU": MCCLBackend, "Ascend": HCC
 _MSRUN_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
-def local() -> Communicator:
-    """A communicator for a job of one process; nothing is initialised."""
+def local(target: str = "CPU") -> Communicator:
+    """A communicator for a job of one process on a device target; see :func:`connect` about CPU."""
+    _check_target(target)
+    _prepare_device(target)
     return Communicator(SingleBackend(), 0, 1)
+
+
+def is_worker() -> bool:
+    """Whether msrun or ``ms-zero launch`` started this process."""
+    return all(name in os.environ for name in _MSRUN_VARIABLES)
+
+
+def _check_target(target: str) -> None:
+    if target not in _BACKENDS:
+        raise UserError(f"device target {target!r} is unknown; expected one of {', '.join(_BACKENDS)}")
+
+
+def _prepare_device(target: str) -> None:
+    if target == "CPU":
+        _compat.launch_blocking()
+    else:
+        mindspore.set_device(target)
 
 
 def connect(target: str) -> Communicator:
@@ -34,23 +54,26 @@ def connect(target: str) -> Communicator:
     `ms_zero._compat.launch_blocking`. In the scheduler process this call does not return.
     Raises UserError for an unknown target, outside msrun, or when the workers cannot be joined.
     """
-    if target not in _BACKENDS:
-        raise UserError(f"device target {target!r} is unknown; expected one of {', '.join(_BACKENDS)}")
+    _check_target(target)
     missing = [name for name in _MSRUN_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
             f"this process is not a worker of a distributed job ({', '.join(missing)} not set); "
             "start it with `ms-zero launch RUN.yaml --workers N` or msrun"
         )
-    if target == "CPU":
-        _compat.launch_blocking()
-    else:
-        mindspore.set_device(target)
+    _prepare_device(target)
     communication.init()
     rank, world_size = communication.get_rank(), communication.get_group_size()
     if target == "CPU":
         _compat.fix_world_group_cache(rank, world_size)
     return Communicator(_BACKENDS[target](), rank, world_size)
+
+
+def own_address() -> str:
+    """The address under which the other workers of the job reach this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))  # chooses a route, sends nothing
+        return probe.getsockname()[0]
 
 
 def connect_store(rank: int, world_size: int, port: int, timeout_s: float = 60.0) -> Communicator:

@@ -190,6 +190,11 @@ class TrainConfig:
     )
     log_interval: int = _count("Steps between log lines.", default=1)
     output_dir: str = key("Folder for checkpoints and logs, relative to the working directory.")
+    debug_collectives: bool = key(
+        "Whether ranks compare each collective before they issue it (slow); a disagreement names rank, "
+        "operation and line.",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
