@@ -31,6 +31,8 @@ WITHOUT_NUMPY = (
     "ms_zero.config",
 )
 
+COMMANDS = ([], ["train"], ["launch"], ["lint"], ["explain"], ["config"], ["doctor"])
+
 
 def modules_after(code):
     """Names in sys.modules after running `code` in a fresh interpreter."""
@@ -50,7 +52,11 @@ def test_module_does_not_import_mindspore(name):
     assert "mindspore" not in modules_after(f"import {name}")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["launch", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], *([*command, "--help"] for command in COMMANDS)],
+    ids=" ".join,
+)
 def test_help_loads_nothing_heavy(arguments):
     loaded = modules_after(f"from ms_zero.cli.main import main; main({arguments})")
     assert "ms_zero.cli.main" in loaded
@@ -58,3 +64,27 @@ def test_help_loads_nothing_heavy(arguments):
     # A start costs time in proportion to what is loaded; argparse and its own imports are about 60 modules.
     own = {name for name in loaded if name.startswith("ms_zero")}
     assert own == {"ms_zero", "ms_zero.cli", "ms_zero.cli.main", "ms_zero.errors"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lint", "runs/quickstart"],
+        ["lint", "runs/quickstart", "train.stpes=3"],
+        ["config", "show", "runs/quickstart"],
+        ["explain", "MZ012"],
+        ["explain"],
+        ["train", "runs/quickstart", "train.stpes=3"],
+        ["launch", "runs/quickstart", "--workers", "2", "train.stpes=3"],
+    ],
+    ids=" ".join,
+)
+def test_what_only_reads_the_run_file_loads_neither_mindspore_nor_numpy(arguments):
+    loaded = modules_after(f"from ms_zero.cli.main import main; main({arguments})")
+    assert "ms_zero.config" in loaded
+    assert loaded & {"mindspore", "numpy"} == set()
+
+
+def test_the_doctor_needs_no_package_to_start():
+    loaded = modules_after("import ms_zero.cli.doctor")
+    assert loaded & {"mindspore", "numpy", "yaml"} == set()

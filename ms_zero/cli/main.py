@@ -145,6 +145,27 @@ def _config(argv: Sequence[str]) -> int:
     return show_config(arguments.run, arguments.overrides, arguments.workers)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero doctor",
+        description="Check this machine and installation, one line a check; status 1 if there is a problem.",
+    )
+    add = parser.add_argument
+    add("--json", metavar="PATH", help="also write the results to this file")
+    add("--no-collective", action="store_true", help="do not start two workers that communicate")
+    add("--target", choices=["CPU", "Ascend", "GPU"], default="CPU", help="where they run (default CPU)")
+    add("--timeout", type=int, default=120, metavar="S", help="limit of each slow check (default 120 s)")
+    arguments = parser.parse_args(argv)
+    from ms_zero.cli.doctor import doctor
+
+    return doctor(
+        json_path=arguments.json,
+        collective=not arguments.no_collective,
+        target=arguments.target,
+        timeout_s=arguments.timeout,
+    )
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
     parser.add_argument("--workers", type=int, metavar="N", help=help_text)
@@ -162,4 +183,5 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lint": ("list all that is wrong or doubtful in a run file", _lint),
     "explain": ("explain the id of a finding, a section or a key", _explain),
     "config": ("show the effective config and where each value is from", _config),
+    "doctor": ("check this machine and installation", _doctor),
 }

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ms_zero.config import check_config, describe, describe_all, load_config, render_effective
-from ms_zero.config.findings import one_line
+from ms_zero.errors import one_line
 
 
 def lint(run: str, overrides: Sequence[str], workers: int | None) -> int:

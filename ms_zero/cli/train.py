@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ms_zero.cli.affinity import bind_to_share
 from ms_zero.cli.launch_process import signal_at_parent_death
@@ -14,7 +14,12 @@ from ms_zero.errors import UserError
 
 
 def train(run: str, overrides: Sequence[str]) -> int:
-    """Train as the environment says; returns the exit status.
+    """Train as the environment says; returns the exit status."""
+    return run_in_place(lambda place, report: _train(run, overrides, place, report))
+
+
+def run_in_place(work: Callable[[Place, WorkerReport], int]) -> int:
+    """Do ``work`` as a single process or a worker, or serve as the job's scheduler; returns the exit status.
 
     A worker whose launcher listens reports how it ended: after the traceback is in the log, with the time at
     which the error was raised, so that the first of several failures can be told.
@@ -27,7 +32,7 @@ def train(run: str, overrides: Sequence[str]) -> int:
         signal_at_parent_death(signal.SIGTERM)  # a graceful stop, should the launcher be killed
     report.phase("started")
     try:
-        status = _train(run, overrides, place, report)
+        status = work(place, report)
     except UserError as error:
         report.outcome("user_error", str(error))
         raise
@@ -39,7 +44,7 @@ def train(run: str, overrides: Sequence[str]) -> int:
         sys.stderr.flush()
         report.outcome("error", _one_line(error), raised_at)
         return 1
-    report.outcome("ok" if status == 0 else "error", f"training ended with status {status}")
+    report.outcome("ok" if status == 0 else "error", f"ended with status {status}")
     return status
 
 
@@ -54,7 +59,7 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
 
     from ms_zero import comm, runner  # the first import of mindspore: after all that is quick to refuse
 
-    communicator = comm.local() if place.role == "single" else comm.connect(target)
+    communicator = comm.local(target) if place.role == "single" else comm.connect(target)
     report.phase("connected")
     return runner.run(loaded, communicator)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from ms_zero.config import schema
 from ms_zero.config.explanations import Explanation
-from ms_zero.config.findings import one_line, show
+from ms_zero.config.findings import show
 from ms_zero.config.rules import EXPLANATIONS, RULES
 from ms_zero.config.values import expected, nested_section
-from ms_zero.errors import UserError
+from ms_zero.errors import UserError, one_line
 from ms_zero.resources import nearest
 
 _WIDTH = 100

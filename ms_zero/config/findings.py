@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ms_zero.errors import UserError
+from ms_zero.errors import UserError, one_line
 
 Severity = Literal["error", "warning"]
 
@@ -55,8 +55,3 @@ def show(value: Any) -> str:
         return "true" if value else "false"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def one_line(text: str) -> str:
-    """Escape what would break a line or a terminal (control characters, lone surrogates)."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
