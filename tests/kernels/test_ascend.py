@@ -1,5 +1,7 @@
 """Which primitive, with which arguments, each kernel issues on Ascend; a stand-in records it."""
 
+import inspect
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -12,17 +14,23 @@ RNG = np.random.default_rng(0)
 
 
 class Recorder:
-    """Stands for a primitive class: records constructor arguments and calls, returns what `answer` gives."""
+    """Stands for a primitive class: records constructor arguments and calls, returns what `answer` gives.
 
-    def __init__(self, answer):
+    Arguments that the primitive itself would not take are refused.
+    """
+
+    def __init__(self, primitive, answer):
+        self.primitive = primitive
         self.answer, self.built, self.calls = answer, [], []
 
     def __call__(self, *args, **kwargs):
+        inspect.signature(self.primitive.__init__).bind(None, *args, **kwargs)
         self.built.append((args, kwargs))
         recorder = self
 
         class StandIn(nn.Cell):
             def construct(self, *args):
+                inspect.signature(recorder.primitive.__call__).bind(None, *args)
                 recorder.calls.append(args)
                 return recorder.answer(*args)
 
@@ -32,7 +40,7 @@ class Recorder:
 @pytest.fixture
 def record(monkeypatch):
     def install(owner, name, answer):
-        recorder = Recorder(answer)
+        recorder = Recorder(getattr(owner, name), answer)
         monkeypatch.setattr(owner, name, recorder)
         return recorder
 
@@ -112,7 +120,13 @@ def test_fp32_attention_on_ascend_is_the_composed_one(record):
 
 def test_adamw_is_the_native_adamw_counting_steps_from_zero(monkeypatch):
     calls = []
-    monkeypatch.setattr(optimizer, "_ADAMW_NATIVE", lambda *args: calls.append(args))
+    signature = inspect.signature(optimizer._ADAMW_NATIVE.__call__)
+
+    def record_call(*args):
+        signature.bind(*args)
+        calls.append(args)
+
+    monkeypatch.setattr(optimizer, "_ADAMW_NATIVE", record_call)
     param, exp_avg, exp_avg_sq, grad = (tensor(7) for _ in range(4))
     hyper = {"lr": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     kernels.adamw_update(
