@@ -1,13 +1,14 @@
 """The ``ms-zero`` command line. Each command imports what it needs only when it runs."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ms_zero import __version__
-from ms_zero.errors import UserError
+from ms_zero.errors import UserError, one_line
 
 _EPILOG = """\
 A run file is YAML; "key=value" arguments override it, for example train.steps=20.
@@ -16,15 +17,20 @@ A run file is YAML; "key=value" arguments override it, for example train.steps=2
 """
 
 
+_MAX_MESSAGE = 300
+
+
 class _Parser(argparse.ArgumentParser):
     """Turns a wrong argument into a UserError of one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see '{self.prog} --help'")
+        shown = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
+        raise UserError(f"{one_line(shown)}; see '{self.prog} --help'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 the user can fix it, 130 interrupted."""
+    _prepare_streams()
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -35,16 +41,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ms-zero: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of stdout is gone; keep the interpreter from failing again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of stdout is gone
+        abandon_stdout()
         return 1
+
+
+def _prepare_streams() -> None:
+    """Let no output fail for its text: a closed stream swallows it, odd characters are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (stays open as the stream does)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def abandon_stdout() -> None:
+    """Keep the interpreter from failing again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_error(error: UserError) -> None:
     """Print a user's error to stderr, one line per violation."""
     for line in str(error).splitlines():
-        print(f"ms-zero: error: {line}", file=sys.stderr)
+        print(f"ms-zero: error: {one_line(line)}", file=sys.stderr)
 
 
 def _dispatch(argv: Sequence[str]) -> int:

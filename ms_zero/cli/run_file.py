@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Sequence
 
+from ms_zero.cli.main import abandon_stdout
 from ms_zero.config import check_config, describe, describe_all, load_config, render_effective
-from ms_zero.errors import one_line
+from ms_zero.errors import UserError, one_line
 
 
 def lint(run: str, overrides: Sequence[str], workers: int | None) -> int:
@@ -13,25 +14,26 @@ def lint(run: str, overrides: Sequence[str], workers: int | None) -> int:
     Without ``workers`` the smallest number is taken that the degrees and batch sizes allow.
     """
     checked = check_config(run, overrides, workers)
-    for finding in checked.findings:
-        print(f"{finding.severity}: {finding}")
+    lines = [f"{finding.severity}: {finding}" for finding in checked.findings]
     errors = sum(finding.severity == "error" for finding in checked.findings)
     warnings = len(checked.findings) - errors
     if checked.findings:
-        print(f"'ms-zero explain {checked.findings[0].rule}' tells more about {checked.findings[0].rule}")
+        rule = checked.findings[0].rule
+        lines.append(f"'ms-zero explain {rule}' tells more about {rule}")
     verdict = "refused" if errors else "valid"
     chosen = "" if workers is not None else " (the fewest that fit; --workers N checks for N)"
-    print(
+    lines.append(
         f"{one_line(checked.label)}: {verdict} for {_count(checked.world_size, 'worker')}{chosen}: "
         f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
     )
+    _show("\n".join(lines))
     return 2 if errors else 0
 
 
 def show_config(run: str, overrides: Sequence[str], workers: int | None) -> int:
     """Print the effective config as YAML with the origin of each value; warnings go to stderr."""
     loaded = load_config(run, overrides, workers)
-    sys.stdout.write(render_effective(loaded))
+    _show(render_effective(loaded).rstrip("\n"))
     for finding in loaded.warnings:
         print(f"ms-zero: warning: {finding}", file=sys.stderr)
     return 0
@@ -39,10 +41,20 @@ def show_config(run: str, overrides: Sequence[str], workers: int | None) -> int:
 
 def explain(topic: str | None) -> int:
     """Print what a rule, a section or a key is about; without a topic, list them."""
-    print(describe_all() if topic is None else describe(topic))
-    if topic is None:
-        print("'ms-zero explain MZ012', 'ms-zero explain train' and 'ms-zero explain train.steps' tell more")
+    more = "'ms-zero explain MZ012', 'ms-zero explain train' and 'ms-zero explain train.steps' tell more"
+    _show(f"{describe_all()}\n{more}" if topic is None else describe(topic))
     return 0
+
+
+def _show(text: str) -> None:
+    """Print to the end; a stdout that takes no more (a full disk) is an error of the user."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        raise UserError(f"cannot write the output: {error.strerror}") from None
 
 
 def _count(number: int, noun: str) -> str:
