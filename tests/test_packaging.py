@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,7 +23,7 @@ def copy_sources(target):
     for name in ("ms_zero", "configs", "ops"):
         if (REPOSITORY / name).is_dir():
             shutil.copytree(REPOSITORY / name, target / name, ignore=BUILD_PRODUCTS)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "README.zh-CN.md"):
         shutil.copy(REPOSITORY / name, target / name)
     native = target / "ops" / "probe" / "cpu"
     native.mkdir(parents=True)
@@ -29,16 +31,54 @@ def copy_sources(target):
     (native / "probe.so").write_bytes(b"binary")
 
 
+def run(command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy of the sources, without network access."""
+def built(tmp_path_factory):
+    """A folder with an sdist and a wheel, both built from a copy of the sources without network access."""
     source = tmp_path_factory.mktemp("build") / "a source tree"
     copy_sources(source)
-    command = [sys.executable, "setup.py", "-q", "bdist_wheel"]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = (source / "dist").glob("*.whl")
+    run([sys.executable, "setup.py", "-q", "sdist", "bdist_wheel"], cwd=source)
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def sdist(built):
+    (path,) = built.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_of_sdist(sdist, tmp_path_factory):
+    """The wheel that pip makes of the sdist, without isolation and without an index."""
+    target = tmp_path_factory.mktemp("wheel of sdist")
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    run([sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", str(target), str(sdist)])
+    (path,) = target.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel_of_sdist, tmp_path_factory):
+    """The `bin` folder of a fresh environment with the wheel; all other packages are those of this one."""
+    environment = tmp_path_factory.mktemp("fresh") / "environment"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    run([*pip, "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel_of_sdist)])
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")  # behind the site's own packages
+    return environment / "bin"
 
 
 def test_wheel_holds_every_module_preset_and_native_source(wheel):
@@ -82,3 +122,51 @@ def test_unpacked_wheel_finds_its_presets_far_from_the_source_tree(wheel, tmp_pa
     file, presets, count = done.stdout.splitlines()
     assert file.startswith(str(tmp_path)) and presets.startswith(str(tmp_path))
     assert int(count) == len(list((REPOSITORY / "configs" / "runs").glob("*.yaml"))) > 0
+
+
+def test_sdist_holds_what_the_wheel_is_built_from(sdist):
+    root = f"ms_zero-{ms_zero.__version__}/"
+    with tarfile.open(sdist) as archive:
+        packed = {name.removeprefix(root) for name in archive.getnames()}
+    for folder, pattern in (("ms_zero", "*.py"), ("configs", "*.yaml")):
+        files = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / folder).rglob(pattern)}
+        assert files and files <= packed
+    needed = {"setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "ops/probe/cpu/probe.cc"}
+    assert needed <= packed
+    assert not [name for name in packed if name.endswith((".so", ".pyc"))]
+
+
+def test_sdist_makes_the_same_wheel(wheel, wheel_of_sdist):
+    names = [set(zipfile.ZipFile(path).namelist()) for path in (wheel, wheel_of_sdist)]
+    assert names[0] == names[1]
+
+
+def in_environment(installed, folder, *arguments, **options):
+    """Run an installed ms-zero far from the source tree."""
+    names = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    return run([str(installed / "ms-zero"), *arguments], cwd=folder, env=environment, **options)
+
+
+def test_installed_commands_read_the_presets_of_the_wheel(installed, tmp_path):
+    assert "valid for 1 worker" in in_environment(installed, tmp_path, "lint", "runs/quickstart")
+    shown = in_environment(installed, tmp_path, "config", "show", "runs/quickstart", "--workers", "2")
+    origins = set(re.findall(r"# (/\S+):\d+$", shown, re.MULTILINE))
+    assert {Path(origin).name for origin in origins} == {"quickstart.yaml", "gpt-tiny.yaml"}
+    assert all(origin.startswith(str(installed.parent)) for origin in origins)
+    assert in_environment(installed, tmp_path, "explain", "MZ012").startswith("MZ012")
+
+
+def test_installed_wheel_trains_on_two_workers_from_its_preset(installed, tmp_path):
+    (tmp_path / "a.txt").write_text("To be, or not to be, that is the question. " * 200)
+    (tmp_path / "b.txt").write_text("All the world's a stage, and all the men merely players. " * 100)
+    overrides = """
+        train.steps=2 train.global_batch_size=4 train.accumulation_steps=1 train.log_interval=1
+        train.eval_interval=0 data.source=files data.files=[a.txt,b.txt] data.seq_len=32
+        data.validation_fraction=0 model.num_layers=1 optim.warmup_steps=1 checkpoint.interval=0
+    """
+    command = ["launch", "runs/quickstart", "--workers", "2", *overrides.split()]
+    shown = in_environment(installed, tmp_path, *command, timeout=200)
+    assert re.search(r"^ *2/2 ", shown, re.MULTILINE), shown
+    checkpoints = tmp_path / "runs" / "quickstart" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
