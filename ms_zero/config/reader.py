@@ -191,6 +191,8 @@ class _Builder:
         problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
         if "'\\t'" in problem:
             problem = "a tab cannot indent or start a value in YAML; use spaces"
+        elif getattr(error, "context", None) == "while scanning an alias":
+            problem = "'*' starts an alias; put a text such as \"*.txt\" in quotes"
         message = f"not valid YAML: {' '.join(problem.split())}"
         self._report("MZ002", self._place(mark) if mark else self._label, message)
 

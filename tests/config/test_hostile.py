@@ -34,6 +34,7 @@ FILES = [
     ("bad escape", "MZ002", "not valid YAML", 'train: {output_dir: "a\\q"}\n'),
     ("bad directive", "MZ002", "not valid YAML", "%YAML 9.9\n---\ntrain: {}\n"),
     ("at sign", "MZ002", "not valid YAML", "train: @home\n"),
+    ("glob without quotes", "MZ002", ':1: .*such as "\\*.txt" in quotes', "data: {files: [*.txt]}\n"),
     ("alias without anchor", "MZ002", "alias \\*x has no anchor", "train: *x\n"),
     ("list as key", "MZ002", "a key is a list", "? [a, b]\n: 1\n"),
     ("mapping as key", "MZ002", "a key is a mapping", "{a: 1}: 2\n"),
