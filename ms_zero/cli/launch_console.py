@@ -55,7 +55,7 @@ class Console:
     """Plain lines, or on a terminal plain lines above one progress line that is rewritten in place.
 
     On a terminal a step line replaces the one before it; every ``keep_s`` seconds one is left standing.
-    A reader that goes away (``| head``) silences the console; the job goes on.
+    A reader that goes away (``| head``) or a full disk silences the console; the job goes on.
     """
 
     def __init__(self, stream: TextIO, *, keep_s: float = 10.0) -> None:
@@ -114,7 +114,7 @@ class Console:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             self._closed = True
 
 

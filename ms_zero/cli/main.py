@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
+        return _flushed(status)
     except UserError as error:
         print_error(error)
         return 2
@@ -54,6 +53,19 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (stays open as the stream does)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _flushed(status: int) -> int:
+    """Write out what is buffered; where stdout takes no more (a full disk), a good status turns bad."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        abandon_stdout()
+        print(f"ms-zero: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return status or 1
+    return status
 
 
 def abandon_stdout() -> None:

@@ -188,11 +188,10 @@ def run(*arguments, **options):
     limit = lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(LIMIT_S), int(LIMIT_S) + 1))  # noqa: E731
     done = subprocess.run(
         [sys.executable, "-m", "ms_zero", *arguments],
-        cwd=REPOSITORY,
         preexec_fn=limit,
         capture_output=True,
         timeout=60,
-        **options,
+        **{"cwd": REPOSITORY, **options},
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
@@ -226,12 +225,39 @@ def test_output_that_the_terminal_cannot_show_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("redirection", "status", "message"),
-    [(">&-", 0, ""), (">&- 2>&-", 0, ""), ("> /dev/full", 2, "cannot write the output: No space left")],
+    ("command", "redirection", "status", "message"),
+    [
+        ("explain", ">&-", 0, ""),
+        ("explain", ">&- 2>&-", 0, ""),
+        ("explain", "> /dev/full", 2, "cannot write the output: No space left"),
+        ("doctor --no-collective", "> /dev/full", 1, "cannot write the output: No space left"),
+        ("doctor --no-collective", ">&-", 1, ""),
+        ("doctor --no-collective", "| true", 0, ""),
+    ],
 )
-def test_a_closed_or_full_output_is_no_crash(redirection, status, message):
-    command = f'exec "$0" -m ms_zero explain {redirection}'
-    shell = ["bash", "-c", command, sys.executable]
-    done = subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True)
+def test_a_closed_or_full_output_is_no_crash(tmp_path, command, redirection, status, message):
+    (tmp_path / "mindspore").mkdir()
+    (tmp_path / "mindspore" / "__init__.py").write_text("raise ImportError('none')")  # quick to refuse
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    shell = ["bash", "-c", f'"$0" -m ms_zero {command} {redirection}', sys.executable]
+    done = subprocess.run(shell, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == status
     assert message in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=[missing.txt]", "missing.txt does not exist"),
+        ("data.files=['.']", "is a folder"),
+        ("data.files=[binary.txt]", "not UTF-8"),
+        ("data.files=['*.none']", "matches no file"),
+    ],
+)
+def test_unusable_data_ends_a_training_process_soon_with_status_2(tmp_path, override, message):
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOG_v": "3"}
+    arguments = ["train", QUICKSTART, "train.output_dir=out", "data.source=files", override]
+    status, out, errors = run(*arguments, cwd=tmp_path, env=environment)
+    (line,) = [line for line in errors.splitlines() if not line.startswith("[WARNING]")]
+    assert (status, out) == (2, "") and message in line
