@@ -149,6 +149,8 @@ class _Supervisor:
             if len(self._requests) > 1:
                 return self._failure("the job", "killed at the second signal", terminated=True)
             if self._requests and not stop_forwarded:
+                if self._watch.unconnected():
+                    return self._failure("the job", "stopped before the training began", terminated=True)
                 stop_forwarded = True
                 self._forward_stop()
             failure = self._check_startup() if self._watch.unconnected() else self._check_scheduler()

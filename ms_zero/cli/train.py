@@ -29,6 +29,7 @@ def run_in_place(work: Callable[[Place, WorkerReport], int]) -> int:
         return _schedule()
     report = WorkerReport(place)
     if place.state_dir is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored so far, see launch_guard
         signal_at_parent_death(signal.SIGTERM)  # a graceful stop, should the launcher be killed
     report.phase("started")
     try:

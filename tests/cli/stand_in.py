@@ -84,6 +84,7 @@ def main():
     if action == "die-early":
         time.sleep(0.1)
         sys.exit(7)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored so far, see launch_guard
     signal_at_parent_death(signal.SIGTERM)
     report = WorkerReport(place)
     report.phase("started")

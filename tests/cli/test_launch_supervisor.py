@@ -105,7 +105,7 @@ def test_logs_of_an_earlier_launch_are_kept(tmp_path):
 class Launcher:
     """The launcher in a process of its own, once all its workers have said that they are ready."""
 
-    def __init__(self, tmp_path, *actions):
+    def __init__(self, tmp_path, *actions, wait=True):
         self.log_dir = tmp_path / "logs"
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "drive.py"), str(self.log_dir), "fake", *actions],
@@ -115,7 +115,7 @@ class Launcher:
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
         ready = [self.log_dir / "state-node0" / f"ready-{rank}" for rank in range(len(actions))]
-        wait_until(lambda: all(path.exists() for path in ready))
+        wait_until(lambda: not wait or all(path.exists() for path in ready))
 
     def end(self):
         """Exit status and output."""
@@ -159,6 +159,35 @@ def test_stop_before_the_training_begins_is_not_blamed_on_a_worker(tmp_path):
     status, output = launcher.end()
     assert status == 128 + signal.SIGTERM
     assert "failed" not in output
+
+
+def test_stop_before_the_workers_exist_is_not_forgotten(tmp_path):
+    launcher = Launcher(tmp_path, "loop", "absent", wait=False)
+    wait_until(lambda: (launcher.log_dir / "state-node0" / "launcher.json").exists())
+    wait_until(lambda: catches(launcher.process.pid, signal.SIGTERM))
+    launcher.process.send_signal(signal.SIGTERM)
+    status, output = launcher.end()
+    assert status == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before" in output
+    assert processes_of(launcher.log_dir) == []
+
+
+def catches(pid, number):
+    """Whether the process has a handler for a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_sigterm_for_every_process_at_once_lets_the_workers_save(tmp_path):
+    """As batch systems end a job: the scheduler and msrun must not go first."""
+    launcher = Launcher(tmp_path, "loop", "loop")
+    for pid in [*processes_of(launcher.log_dir), launcher.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    status, output = launcher.end()
+    assert (status, "failed" in output) == (0, False)
+    assert "saved" in (launcher.log_dir / "worker_0.log").read_text()
+    assert processes_of(launcher.log_dir) == []
 
 
 def test_failure_after_a_request_to_stop_stays_a_failure(tmp_path):

@@ -16,7 +16,7 @@ from ms_zero.errors import UserError
 def runner(monkeypatch):
     """Replaces ms_zero.runner and ms_zero.comm; `runner.run` is for the test to set."""
     fake_runner, fake_comm = types.ModuleType("ms_zero.runner"), types.ModuleType("ms_zero.comm")
-    fake_comm.local = lambda: "local"
+    fake_comm.local = lambda target: "local"
     fake_comm.connect = lambda target: f"connected to {target}"
     for name, module in (("runner", fake_runner), ("comm", fake_comm)):
         monkeypatch.setitem(sys.modules, f"ms_zero.{name}", module)
