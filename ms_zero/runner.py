@@ -33,10 +33,11 @@ def run(loaded: Loaded, comm: Communicator) -> int:
         UserError: bad data, checkpoint or environment.
     """
     debug = checked(comm, own_address()) if loaded.config.train.debug_collectives else nullcontext(comm)
-    with _stop_on_signals() as stop, debug as comm, closing(_Session(loaded, comm)) as session:
+    with debug as comm, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)
         session.resume()
-        session.train(stop)
+        with _stop_on_signals() as stop:  # not before: until here there is nothing to save
+            session.train(stop)
     return 0
 
 
@@ -98,7 +99,9 @@ class StopFlag:
         self.requested = False
 
     def request(self, signum: int, frame: object) -> None:
-        """Signal handler."""
+        """Signal handler; a second Ctrl-C ends the process at once."""
+        if self.requested and signum == signal.SIGINT:
+            raise KeyboardInterrupt
         self.requested = True
 
 

@@ -148,6 +148,25 @@ def test_a_signal_finishes_the_step_saves_and_ends_well(options, tmp_path, capsy
     assert_same_bits(tmp_path / "whole/checkpoints/step-00000004", tmp_path / "run/checkpoints/step-00000004")
 
 
+def test_the_second_interrupt_ends_at_once(options, tmp_path, monkeypatch):
+    def interrupted(self, **arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal did not end the run")
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(options)
+    assert latest(tmp_path / "run/checkpoints") is None
+
+
+def test_a_signal_before_the_training_ends_at_once(options, monkeypatch):
+    """Building a large model or reading data takes long, and there is nothing to save."""
+    monkeypatch.setattr(runner, "load_data", lambda config: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(options)
+
+
 def test_gradients_that_stay_broken_end_the_run_and_every_skip_is_logged(options, tmp_path, monkeypatch):
     forward_backward = runner.build_engine
 
