@@ -109,6 +109,7 @@ class Trainer:
             self.engine.forward_backward(
                 batch.input_ids,
                 batch.labels,
+                batch.document_starts,
                 weight=1.0 / max(1, num_tokens),
                 last=index == len(microbatches) - 1,
             )
@@ -149,7 +150,7 @@ class Trainer:
         for start in range(0, count, self._group.size * size):
             batch = loader.batch(start + self._group.index * size, size)
             labels = np.where((batch.sample_numbers < count)[:, None], batch.labels, np.int32(IGNORED_LABEL))
-            loss_sum += self.engine.loss_sum(batch.input_ids, labels)
+            loss_sum += self.engine.loss_sum(batch.input_ids, labels, batch.document_starts)
             num_tokens += int((labels != IGNORED_LABEL).sum())
         parts = self._comm.exchange([loss_sum, num_tokens], self._group)
         return sum(part[0] for part in parts) / max(1, sum(part[1] for part in parts))

@@ -146,3 +146,25 @@ def test_clipping_bounds_the_update_and_not_the_reported_norm(files):
         np.square(v.astype(np.float64) - start[s.name]).sum() for s, v in clipped.engine.state_shards()
     )
     assert np.sqrt(moved) == pytest.approx(0.01 * clipped.schedule(0), rel=1e-3)
+
+
+def test_resets_reach_training_and_evaluation(files):
+    losses = {}
+    for reset in ("false", "true"):
+        overrides = (f"data.reset_attention={reset}", f"data.reset_positions={reset}")
+        trainer, text = make(local(), files, "data.seq_len=64", *overrides)
+        losses[reset] = [trainer.evaluate(text.validation_loader(), 4), trainer.step().loss]
+        assert losses[reset][0] == pytest.approx(expected_loss(trainer, text, reset == "true"), rel=1e-5)
+    assert all(abs(on - off) > 1e-5 for on, off in zip(losses["true"], losses["false"], strict=True))
+
+
+def expected_loss(trainer, text, reset):
+    """Each document of the first validation samples through a fresh model on its own."""
+    model = make(local(), "data.source=stdlib", "data.seq_len=64")[0].engine
+    batch = text.validation_loader().batch(0, 4)
+    total = 0.0
+    for ids, labels, starts in zip(batch.input_ids, batch.labels, batch.document_starts, strict=True):
+        borders = sorted(set(starts.tolist())) if reset else [0]
+        for begin, end in zip(borders, [*borders[1:], 64], strict=True):
+            total += model.loss_sum(ids[None, begin:end], labels[None, begin:end])
+    return total / (batch.labels != -100).sum()

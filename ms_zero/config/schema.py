@@ -152,6 +152,8 @@ class DataConfig:
     tokenizer: Literal["byte"] = key("byte: 256 bytes and one end-of-text token.", default="byte")
     seq_len: int = _count("Tokens in a training sample.")
     validation_fraction: float = key("Share of the documents held out.", default=0.05, minimum=0, below=1)
+    reset_attention: bool = key("Whether tokens attend only within their own document.", default=False)
+    reset_positions: bool = key("Whether positions count from the start of each document.", default=False)
 
 
 _TRIPLE = "the batch algebra: global = micro x accumulation x data-parallel degree"

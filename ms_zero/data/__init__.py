@@ -3,6 +3,7 @@
 from ms_zero.data.batch_size import BatchSchedule
 from ms_zero.data.corpus import Corpus, Document, Omission, file_corpus, split_documents, stdlib_corpus
 from ms_zero.data.cursor import Cursor, check_cursor
+from ms_zero.data.documents import NO_RESETS, DocumentResets
 from ms_zero.data.fingerprint import fingerprint
 from ms_zero.data.indexed import IndexedTokens, IndexedWriter
 from ms_zero.data.loader import Batch, Dataset, Loader
@@ -19,6 +20,7 @@ from ms_zero.data.tokenizer import ByteTokenizer, Tokenizer, get_tokenizer
 
 __all__ = [
     "IGNORED_LABEL",
+    "NO_RESETS",
     "Batch",
     "BatchSchedule",
     "ByteTokenizer",
@@ -26,6 +28,7 @@ __all__ = [
     "Cursor",
     "Dataset",
     "Document",
+    "DocumentResets",
     "IndexedStream",
     "IndexedTokens",
     "IndexedWriter",

@@ -39,11 +39,13 @@ class Batch(NamedTuple):
         input_ids: int32[B, T].
         labels: int32[B, T], -100 where a position does not count in the loss.
         sample_numbers: int64[B], the place of each row in the sequence.
+        document_starts: int32[B, T], see :class:`~ms_zero.data.packing.Sample`; None when samples have none.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     sample_numbers: np.ndarray
+    document_starts: np.ndarray | None = None
 
 
 class SampleSequence(ABC):
@@ -73,10 +75,12 @@ class SampleSequence(ABC):
         assert consumed >= 0 and count >= 1, f"{count} samples after {consumed}"
         numbers = range(consumed, consumed + count)
         samples = [self.sample(number) for number in numbers]
+        starts = [sample.document_starts for sample in samples]
         return Batch(
             np.stack([sample.input_ids for sample in samples]),
             np.stack([sample.labels for sample in samples]),
             np.array(numbers, dtype=np.int64),
+            None if any(row is None for row in starts) else np.stack(starts),
         )
 
     def microbatch(

@@ -27,13 +27,19 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream
 
 
 class Sample(NamedTuple):
-    """One packed sequence: ``input_ids`` int32[T] and ``labels`` int32[T], the token that follows each input.
+    """One packed sequence.
 
-    A label is :data:`IGNORED_LABEL` where no token of the same document follows.
+    Attributes:
+        input_ids: int32[T].
+        labels: int32[T], the token that follows each input; :data:`IGNORED_LABEL` where no token of the same
+            document follows.
+        document_starts: int32[T], for each position where in the sequence its document begins (0 for one that
+            began in an earlier sample); None when the data has no documents.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
+    document_starts: np.ndarray | None = None
 
 
 class PackedDataset:
@@ -75,8 +81,15 @@ class PackedDataset:
         labels = np.full(self.seq_len, IGNORED_LABEL, dtype=np.int32)
         input_ids[:valid] = window[:-1]
         labels[:valid] = window[1:]
-        labels[self.stream.last_positions(start, start + valid) - start] = IGNORED_LABEL
-        return Sample(input_ids, labels)
+        last_positions = self.stream.last_positions(start, start + valid) - start
+        labels[last_positions] = IGNORED_LABEL
+        return Sample(input_ids, labels, self._document_starts(last_positions + 1))
+
+    def _document_starts(self, first_positions: np.ndarray) -> np.ndarray:
+        starts = np.zeros(self.seq_len, dtype=np.int32)
+        inside = first_positions[first_positions < self.seq_len]
+        starts[inside] = inside
+        return np.maximum.accumulate(starts)
 
     def _check_vocabulary(self, window: np.ndarray, index: int) -> None:
         """Refuse ids that would read outside the embedding; costs two passes over a sample."""

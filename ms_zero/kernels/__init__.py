@@ -1,7 +1,7 @@
 """Compute kernels: one face an operation, the implementation chosen by device target at construction."""
 
 from ms_zero.kernels.activation import GELU, SwiGLU
-from ms_zero.kernels.attention import CausalAttention
+from ms_zero.kernels.attention import CausalAttention, DocumentMask
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum
 from ms_zero.kernels.norm import LayerNorm, RMSNorm
@@ -12,6 +12,7 @@ __all__ = [
     "GELU",
     "CausalAttention",
     "CrossEntropySum",
+    "DocumentMask",
     "LayerNorm",
     "Linear",
     "RMSNorm",

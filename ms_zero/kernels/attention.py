@@ -35,15 +35,22 @@ class _CausalAttentionComposed(nn.Cell):
                 constants[key] = Tensor(rows.transpose(0, 2, 1).reshape(-1))
             return constants[key]
 
+        def sample_of_rows(batch: int, heads: int) -> Tensor:
+            key = ("samples", batch, heads)
+            if key not in constants:
+                constants[key] = Tensor(np.repeat(np.arange(batch, dtype=np.int32), heads))
+            return constants[key]
+
         # constexpr: runs as Python in both modes (in graph mode at compile time), so each is built once.
         self.causal_mask = ms.constexpr(causal_mask)
         self.swapped_rows = ms.constexpr(swapped_rows)
+        self.sample_of_rows = ms.constexpr(sample_of_rows)
 
     def swap(self, x: Tensor, batch: int, first: int, second: int) -> Tensor:
         """[B, first, second, D] -> rows [B * second * first, D]; ten times as fast as a transposed copy."""
         return self.gather(x.reshape(-1, x.shape[-1]), self.swapped_rows(batch, first, second), 0)
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, heads, head_dim = q.shape
         kv_heads = k.shape[2]
         kv_shape = (batch, kv_heads, length, head_dim)
@@ -51,9 +58,12 @@ class _CausalAttentionComposed(nn.Cell):
         v = self.swap(v, batch, length, kv_heads).reshape(kv_shape)
         # The query heads of one key/value head are stacked along time: no repeated k and v.
         q = self.swap(q * self.scale, batch, length, heads).reshape(batch, kv_heads, -1, head_dim)
-        # BiasAdd over rows of T*T is ten times as fast as a broadcast addition.
+        # BiasAdd over rows of T*T is ten times as fast as a broadcast addition, copied rows twice.
         scores = self.scores(q, k).reshape(batch * heads, length * length)
-        scores = self.bias_add(scores, self.causal_mask(length, q.dtype == ms.float16))
+        if mask is None:
+            scores = self.bias_add(scores, self.causal_mask(length, q.dtype == ms.float16))
+        else:
+            scores = scores + self.gather(mask, self.sample_of_rows(batch, heads), 0)
         out = self.combine(self.softmax(scores.reshape(batch, kv_heads, -1, length)), v)
         return self.swap(out, batch, heads, length).reshape(batch, length, heads, head_dim)
 
@@ -61,6 +71,7 @@ class _CausalAttentionComposed(nn.Cell):
 # The compressed causal mask that FlashAttentionScore takes whatever the sequence length.
 _FLASH_MASK_SIZE = 2048
 _LEFT_UP_CAUSAL = 2
+_GIVEN_MASK = 0
 
 
 class _CausalAttentionAscend(nn.Cell):
@@ -71,20 +82,98 @@ class _CausalAttentionAscend(nn.Cell):
         self.scale = scale
         self.composed = _CausalAttentionComposed(scale)
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.dtype == ms.float32:
-            return self.composed(q, k, v)
+            return self.composed(q, k, v, mask)
         # Built here because the number of heads is that of the call: tensor parallelism splits heads.
         flash = ops.auto_generate.FlashAttentionScore(
-            head_num=q.shape[2], scale_value=self.scale, input_layout="BSND", sparse_mode=_LEFT_UP_CAUSAL
+            head_num=q.shape[2],
+            scale_value=self.scale,
+            input_layout="BSND",
+            sparse_mode=_LEFT_UP_CAUSAL if mask is None else _GIVEN_MASK,
         )
-        mask = ops.triu(ops.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), ms.uint8), 1)
+        if mask is None:
+            mask = ops.triu(ops.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), ms.uint8), 1)
         return flash(q, k, v, None, None, None, mask)[3]
+
+
+class _Blocked(nn.Cell):
+    """document_starts [B, T] -> bool [B, T, T]: query t must not see key s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cache: dict[tuple[int, bool], Tensor] = {}
+
+        def constant(length: int, is_future: bool) -> Tensor:
+            if (length, is_future) not in cache:
+                keys = np.arange(length, dtype=np.int32)
+                value = keys[None, None, :] > keys[None, :, None] if is_future else keys[None, None, :]
+                cache[length, is_future] = Tensor(value)
+            return cache[length, is_future]
+
+        # constexpr: runs as Python in both modes (in graph mode at compile time), so each is built once.
+        self.constant = ms.constexpr(constant)
+        self.less, self.logical_or = ops.Less(), ops.LogicalOr()
+
+    def construct(self, document_starts: Tensor) -> Tensor:
+        batch, length = document_starts.shape
+        earlier = self.less(self.constant(length, False), document_starts.reshape(batch, length, 1))
+        return self.logical_or(earlier, self.constant(length, True))
+
+
+class _DocumentMaskComposed(nn.Cell):
+    """What the composed attention adds to the scores of each sample: [B, T * T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked = _Blocked()
+
+    def construct(self, document_starts: Tensor, x: Tensor) -> Tensor:
+        value = -3e4 if x.dtype == ms.float16 else -1e9
+        return self.blocked(document_starts).astype(x.dtype).reshape(document_starts.shape[0], -1) * value
+
+
+class _DocumentMaskAscend(nn.Cell):
+    """uint8 [B, 1, T, T], 1: discard, for FlashAttentionScore; see _CausalAttentionAscend about fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked = _Blocked()
+        self.composed = _DocumentMaskComposed()
+
+    def construct(self, document_starts: Tensor, x: Tensor) -> Tensor:
+        if x.dtype == ms.float32:
+            return self.composed(document_starts, x)
+        batch, length = document_starts.shape
+        return self.blocked(document_starts).astype(ms.uint8).reshape(batch, 1, length, length)
+
+
+class DocumentMask(nn.Cell):
+    """The mask that keeps CausalAttention within documents, built once and used by all layers.
+
+    document_starts int32 [B, T]: for each position the first one that it may attend to. x: a tensor of the
+    dtype that attention computes in. The result is in the form that CausalAttention of the same target takes.
+    The Ascend form has not been run on an NPU.
+    """
+
+    def __init__(self, target: str | None = None) -> None:
+        super().__init__()
+        implementations = {
+            "CPU": _DocumentMaskComposed,
+            "GPU": _DocumentMaskComposed,
+            "Ascend": _DocumentMaskAscend,
+        }
+        self.mask = select("DocumentMask", implementations, target)()
+
+    def construct(self, document_starts: Tensor, x: Tensor) -> Tensor:
+        """Build the mask."""
+        return self.mask(document_starts, x)
 
 
 class CausalAttention(nn.Cell):
     """softmax(scale q k^T, masked to the past and present) v.
 
+    mask: from DocumentMask, which narrows the past to the own document; None: all of it.
     q [B, T, H, D], k and v [B, T, Hkv, D] with H a multiple of Hkv: query heads j*H/Hkv ... (j+1)*H/Hkv - 1
     read key/value head j. Returns [B, T, H, D]. The heads come after the sequence, as the projections
     produce them, so that no implementation has to transpose for another one's sake.
@@ -102,6 +191,6 @@ class CausalAttention(nn.Cell):
         }
         self.attention = select("CausalAttention", implementations, target)(scale)
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend."""
-        return self.attention(q, k, v)
+        return self.attention(q, k, v, mask)

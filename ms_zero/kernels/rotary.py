@@ -14,11 +14,12 @@ class _RotaryComposed(nn.Cell):
         self.matmul = ops.MatMul()
         constants: dict[tuple, Tensor] = {}
 
-        def position_of_rows(batch: int, length: int, heads: int) -> Tensor:
-            key = (batch, length, heads)
+        def table_rows(batch: int, length: int, heads: int, own_tables: bool) -> Tensor:
+            key = (batch, length, heads, own_tables)
             if key not in constants:
-                positions = np.arange(length, dtype=np.int32)[None, :, None]
-                constants[key] = Tensor(np.broadcast_to(positions, key).reshape(-1))
+                rows = np.arange(batch * length if own_tables else length, dtype=np.int32)
+                rows = rows.reshape(-1, length, 1)
+                constants[key] = Tensor(np.broadcast_to(rows, key[:3]).reshape(-1))
             return constants[key]
 
         def half_rotation(head_dim: int) -> Tensor:
@@ -30,7 +31,7 @@ class _RotaryComposed(nn.Cell):
             return constants[head_dim,]
 
         # constexpr: runs as Python in both modes (in graph mode at compile time), so each is built once.
-        self.position_of_rows = ms.constexpr(position_of_rows)
+        self.table_rows = ms.constexpr(table_rows)
         self.half_rotation = ms.constexpr(half_rotation)
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,9 +39,11 @@ class _RotaryComposed(nn.Cell):
         rows = x.reshape(-1, head_dim)
         # On CPU, spreading the tables by Gather and rotating by a product with a signed permutation is
         # several times as fast as broadcasting and concatenating halves, and as exact.
-        positions = self.position_of_rows(batch, length, heads)
-        cos = self.gather(cos.astype(x.dtype), positions, 0)
-        sin = self.gather(sin.astype(x.dtype), positions, 0)
+        table_rows = self.table_rows(batch, length, heads, cos.ndim == 3)
+        if cos.ndim == 3:
+            cos, sin = cos.reshape(-1, head_dim), sin.reshape(-1, head_dim)
+        cos = self.gather(cos.astype(x.dtype), table_rows, 0)
+        sin = self.gather(sin.astype(x.dtype), table_rows, 0)
         rotated = self.matmul(rows, self.half_rotation(head_dim).astype(x.dtype))
         return (rows * cos + rotated * sin).reshape(x.shape)
 
@@ -52,14 +55,15 @@ class _RotaryNative(nn.Cell):
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         _, length, _, head_dim = x.shape
-        shape = (1, length, 1, head_dim)
+        shape = (-1, length, 1, head_dim)
         return self.rotary(x, cos.astype(x.dtype).reshape(shape), sin.astype(x.dtype).reshape(shape), 0)
 
 
 class RotaryEmbedding(nn.Cell):
     """x * cos + [-x2, x1] * sin with x = [x1, x2] halves of the last dim.
 
-    x [B, T, H, D] with D even; cos and sin [T, D], constants (no gradient). Returns [B, T, H, D].
+    x [B, T, H, D] with D even; cos and sin [T, D], or [B, T, D] when samples have positions of their own,
+    constants (no gradient). Returns [B, T, H, D].
     The Ascend implementation (native RotaryPositionEmbedding) has not been run on an NPU.
     """
 

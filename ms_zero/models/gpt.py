@@ -32,13 +32,13 @@ class GPTAttention(nn.Cell):
         self.c_proj = Linear(hidden_size, hidden_size, bias=True, init_std=residual_std)
         self.attention = kernels.CausalAttention(1.0 / math.sqrt(self.head_dim), target)
 
-    def construct(self, x: Tensor) -> Tensor:
-        """Map x [B, T, H] to [B, T, H]."""
+    def construct(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; mask: see `kernels.CausalAttention`."""
         # The number of heads follows from the width of the projections.
         q = split_heads(self.q_proj(x), self.head_dim)
         k = split_heads(self.k_proj(x), self.head_dim)
         v = split_heads(self.v_proj(x), self.head_dim)
-        return self.c_proj(merge_heads(self.attention(q, k, v)))
+        return self.c_proj(merge_heads(self.attention(q, k, v, mask)))
 
 
 class GPTMLP(nn.Cell):
@@ -78,9 +78,9 @@ class GPTBlock(nn.Cell):
         self.ln_2 = LayerNorm(hidden_size, eps=norm_eps, target=target)
         self.mlp = GPTMLP(hidden_size, ffn_size, target=target, **stds)
 
-    def construct(self, x: Tensor) -> Tensor:
-        """Map x [B, T, H] to [B, T, H]."""
-        x = x + self.attn(self.ln_1(x))
+    def construct(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; mask: see `kernels.CausalAttention`."""
+        x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -116,16 +116,23 @@ class GPTTransformer(nn.Cell):
             )
             for _ in range(num_layers)
         ]
+        self.document_mask = kernels.DocumentMask(target)
         self.h = nn.CellList(blocks)
         self.ln_f = LayerNorm(hidden_size, eps=norm_eps, target=target)
 
-    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map int32 ids [B, T] at positions int32 [T] (0 ... T-1 if None) to hidden states [B, T, H]."""
+    def construct(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Map int32 ids [B, T] to hidden states [B, T, H]; the other arguments are those of `GPT`."""
         if position_ids is None:
             position_ids = self.positions(input_ids)
         x = self.wte(input_ids) + self.wpe(position_ids)
+        mask = None if document_starts is None else self.document_mask(document_starts, x)
         for block in self.h:
-            x = block(x)
+            x = block(x, mask)
         return self.ln_f(x)
 
 
@@ -169,6 +176,16 @@ class GPT(nn.Cell):
         self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
         name_parameters_by_path(self)
 
-    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits of tokens at positions int32 [T] (0 ... T-1 if None)."""
-        return self.lm_head(self.transformer(input_ids, position_ids)).astype(ms.float32)
+    def construct(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits.
+
+        position_ids: int32 [T] or [B, T]; None: 0 ... T-1. document_starts: int32 [B, T], the first position
+        that each token may attend to; None: the first of the sequence.
+        """
+        hidden = self.transformer(input_ids, position_ids, document_starts)
+        return self.lm_head(hidden).astype(ms.float32)

@@ -50,8 +50,11 @@ class LlamaAttention(nn.Cell):
         self.rotary = kernels.RotaryEmbedding(target)
         self.attention = kernels.CausalAttention(1.0 / math.sqrt(head_dim), target)
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map x [B, T, H] to [B, T, H]; cos and sin [T, head_dim]."""
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; cos and sin [T, head_dim] or [B, T, head_dim].
+
+        mask: see `kernels.CausalAttention`.
+        """
         # The numbers of heads follow from the widths of the projections.
         q = split_heads(self.q_proj(x), self.head_dim)
         k = split_heads(self.k_proj(x), self.head_dim)
@@ -59,7 +62,7 @@ class LlamaAttention(nn.Cell):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
-        return self.o_proj(merge_heads(self.attention(q, k, v)))
+        return self.o_proj(merge_heads(self.attention(q, k, v, mask)))
 
 
 class LlamaMLP(nn.Cell):
@@ -116,9 +119,9 @@ class LlamaLayer(nn.Cell):
             hidden_size, ffn_size, init_std=init_std, residual_std=residual_std, target=target
         )
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map x [B, T, H] to [B, T, H]; cos and sin [T, head_dim]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map x [B, T, H] to [B, T, H]; the other arguments are those of `LlamaAttention`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -131,19 +134,27 @@ class LlamaModel(nn.Cell):
         rotary_emb: RotaryTables,
         layers: list[LlamaLayer],
         norm: RMSNorm,
+        target: str | None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.rotary_emb = rotary_emb
+        self.document_mask = kernels.DocumentMask(target)
         self.layers = nn.CellList(layers)
         self.norm = norm
 
-    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map int32 ids [B, T] at positions int32 [T] (0 ... T-1 if None) to hidden states [B, T, H]."""
+    def construct(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Map int32 ids [B, T] to hidden states [B, T, H]; the other arguments are those of `Llama`."""
         cos, sin = self.rotary_emb(input_ids, position_ids)
         x = self.embed_tokens(input_ids)
+        mask = None if document_starts is None else self.document_mask(document_starts, x)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
 
@@ -201,11 +212,22 @@ class Llama(nn.Cell):
             RotaryTables(head_dim, max_seq_len, theta=rope_theta, scaling=rope_scaling),
             layers,
             RMSNorm(hidden_size, eps=norm_eps, target=target),
+            target,
         )
         shared = self.model.embed_tokens.weight if tie_embeddings else None
         self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
         name_parameters_by_path(self)
 
-    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits of tokens at positions int32 [T] (0 ... T-1 if None)."""
-        return self.lm_head(self.model(input_ids, position_ids)).astype(ms.float32)
+    def construct(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits.
+
+        position_ids: int32 [T] or [B, T]; None: 0 ... T-1. document_starts: int32 [B, T], the first position
+        that each token may attend to; None: the first of the sequence.
+        """
+        hidden = self.model(input_ids, position_ids, document_starts)
+        return self.lm_head(hidden).astype(ms.float32)

@@ -62,8 +62,9 @@ class RotaryTables(nn.Cell):
         self.table = ms.constexpr(table)
 
     def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin) for input_ids [B, T] at positions int32 [T] (0 ... T-1 if None).
+        """Return (cos, sin) for input_ids [B, T] at positions int32 [T] or [B, T] (0 ... T-1 if None).
 
+        They have the shape of the positions and head_dim.
         Raises UserError for T > max_seq_len.
         """
         if position_ids is None:

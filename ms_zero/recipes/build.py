@@ -4,7 +4,8 @@ from mindspore import nn
 
 from ms_zero import models
 from ms_zero.comm import ProcessMesh
-from ms_zero.config import GPTConfig, LlamaConfig, OptimConfig, RunConfig
+from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, RunConfig
+from ms_zero.data import DocumentResets
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, Optimizer
 from ms_zero.recipes.eager import EagerEngine, trainable_parameters
@@ -30,7 +31,8 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
         key_of=models.decay_names(model).__contains__,
     )
     optimizer = build_optimizer(config.optim, parallel)
-    return EagerEngine(model, parallel, optimizer, comm=pmesh.comm, group=group)
+    resets = build_resets(config.data)
+    return EagerEngine(model, parallel, optimizer, comm=pmesh.comm, group=group, resets=resets)
 
 
 def build_model(config: GPTConfig | LlamaConfig) -> nn.Cell:
@@ -45,6 +47,11 @@ def seeded_values(model: nn.Cell, seed: int) -> ValueSource:
     rules: dict[str, InitRule] = init_rules(model)
     shapes = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
     return lambda name, start, stop: initial_values(rules[name], name, shapes[name], seed, start, stop)
+
+
+def build_resets(config: DataConfig) -> DocumentResets:
+    """What restarts where a document begins."""
+    return DocumentResets(attention=config.reset_attention, positions=config.reset_positions)
 
 
 def build_optimizer(config: OptimConfig, parallel: DataParallel) -> Optimizer:

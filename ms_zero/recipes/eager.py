@@ -11,6 +11,7 @@ from ms_zero import kernels
 from ms_zero._compat import backward, no_grad, tape
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
+from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.optim.optimizer import Optimizer
 from ms_zero.zero.bucket import ValueSource
 from ms_zero.zero.data_parallel import DataParallel
@@ -41,38 +42,47 @@ class EagerEngine:
         *,
         comm: Communicator,
         group: Group,
+        resets: DocumentResets = NO_RESETS,
     ) -> None:
         """Join the parts.
 
         Args:
-            model: maps input_ids int32 [B, T] to logits [B, T, V].
+            model: maps input_ids int32 [B, T] and the arguments that ``resets`` asks for to logits [B, T, V].
             parallel: holds the model's trainable parameters.
             optimizer: updates the buffers of ``parallel``.
             comm: the communicator.
             group: the ranks that see different data.
+            resets: what restarts where a document begins.
         """
         self.model = model
         self.parallel = parallel
         self.optimizer = optimizer
-        self._comm, self._group = comm, group
+        self._comm, self._group, self._resets = comm, group, resets
         self._loss_sum = kernels.CrossEntropySum()
         self._chunks: list[Tensor] = []
         self._loss_of_step: Tensor | None = None
 
     def forward_backward(
-        self, input_ids: np.ndarray, labels: np.ndarray, *, weight: float, last: bool
+        self,
+        input_ids: np.ndarray,
+        labels: np.ndarray,
+        document_starts: np.ndarray | None = None,
+        *,
+        weight: float,
+        last: bool,
     ) -> None:
         """Add one microbatch to the gradient of the step.
 
         Args:
             input_ids: int32 [B, T].
             labels: int32 [B, T]; -100 is ignored.
+            document_starts: int32 [B, T], see `ms_zero.data.Sample`.
             weight: factor on the summed token loss, the same for all ranks and microbatches of a step
                 (one over the global number of valid tokens).
             last: True for the last microbatch of the step; reductions start in its backward.
         """
         with tape():
-            loss = self._loss(input_ids, labels)
+            loss = self._loss(input_ids, labels, document_starts)
         with self.parallel.microbatch(last=last):
             backward(loss, Tensor(np.float32(weight)))
         weighted = ops.stop_gradient(loss) * weight
@@ -97,13 +107,16 @@ class EagerEngine:
         """Drop the reduced gradient of a skipped step."""
         self._chunks = []
 
-    def loss_sum(self, input_ids: np.ndarray, labels: np.ndarray) -> float:
+    def loss_sum(
+        self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
+    ) -> float:
         """Summed token loss of one batch without gradients, in nats."""
         with no_grad():
-            return float(self._loss(input_ids, labels).asnumpy())
+            return float(self._loss(input_ids, labels, document_starts).asnumpy())
 
-    def _loss(self, input_ids: np.ndarray, labels: np.ndarray) -> Tensor:
-        logits = self.model(Tensor(input_ids))
+    def _loss(self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None) -> Tensor:
+        arguments = self._resets.arguments(document_starts)
+        logits = self.model(Tensor(input_ids), **{name: Tensor(a) for name, a in arguments.items()})
         return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
 
     def first_nonfinite(self) -> str | None:

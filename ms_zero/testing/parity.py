@@ -26,7 +26,7 @@ from ms_zero.checkpoint import Shard, latest, open_checkpoint, save
 from ms_zero.comm import Communicator
 from ms_zero.config import load_config
 from ms_zero.models.init import decay_names, initialise
-from ms_zero.recipes.build import build_model
+from ms_zero.recipes.build import build_model, build_resets
 from ms_zero.runner import build_batch_schedule, build_schedule, build_trainer, load_data
 from ms_zero.testing.reference import ReferenceRun
 from ms_zero.testing.workers import run_workers
@@ -190,7 +190,8 @@ def _train_reference(job: dict, steps: int, gradient_step: int) -> tuple[list[fl
     model = build_model(config.model)
     initialise(model, config.train.seed)
     loader = load_data(config).train_loader(config.train.seed)
-    run = ReferenceRun(model, loader, build_schedule(config), config.optim, decay_names(model))
+    schedule, resets = build_schedule(config), build_resets(config.data)
+    run = ReferenceRun(model, loader, schedule, config.optim, decay_names(model), resets)
     losses, norms = [], []
     for step, made in enumerate(run.steps(steps, build_batch_schedule(config.train)), start=1):
         losses.append(made.loss)

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
 from ms_zero.config import OptimConfig
-from ms_zero.data import IGNORED_LABEL, Batch, Loader
+from ms_zero.data import IGNORED_LABEL, NO_RESETS, Batch, DocumentResets, Loader
 from ms_zero.optim.schedule import Schedule
 
 
@@ -37,7 +37,13 @@ class ReferenceRun:
     """Trains a model step by step."""
 
     def __init__(
-        self, model: nn.Cell, loader: Loader, schedule: Schedule, optim: OptimConfig, decayed: set[str]
+        self,
+        model: nn.Cell,
+        loader: Loader,
+        schedule: Schedule,
+        optim: OptimConfig,
+        decayed: set[str],
+        resets: DocumentResets = NO_RESETS,
     ) -> None:
         """Join the parts; ``model`` has its initial values, ``decayed`` names what decays."""
         self.model = model
@@ -47,6 +53,7 @@ class ReferenceRun:
         self._moments = {id(p): (np.zeros(p.shape), np.zeros(p.shape)) for p in self._trainable}
         self._loss_sum = kernels.CrossEntropySum()
         self._num_steps = 0
+        self._resets = resets
 
     def steps(self, count: int, batch_size: Callable[[int], int]) -> Iterator[ReferenceStep]:
         """Make ``count`` steps; ``batch_size`` maps the samples consumed before a step to its own."""
@@ -68,8 +75,11 @@ class ReferenceRun:
     def _loss_and_grads(self, batch: Batch) -> tuple[float, list[np.ndarray]]:
         valid = max(1, int((batch.labels != IGNORED_LABEL).sum()))
 
+        arguments = self._resets.arguments(batch.document_starts)
+        extra = {name: Tensor(array) for name, array in arguments.items()}
+
         def loss(ids: Tensor, labels: Tensor) -> Tensor:
-            logits = self.model(ids)
+            logits = self.model(ids, **extra)
             return self._loss_sum(logits.reshape((-1, logits.shape[-1])), labels) / valid
 
         value, grads = ms.value_and_grad(loss, None, self._trainable)(

@@ -41,6 +41,20 @@ def test_samples_by_hand():
         assert sample.input_ids.dtype == sample.labels.dtype == np.int32
 
 
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 7, 12, 64])
+def test_samples_say_where_their_documents_begin(seq_len):
+    stream = stream_of("ab", "c", "def", "ghijklmn", "o")
+    dataset = PackedDataset(stream, seq_len)
+    for index in range(len(dataset)):
+        starts = dataset.sample(index).document_starts
+        first = index * seq_len
+        for place in range(seq_len):
+            token = min(first + place, stream.tokens.size - 1)  # padding repeats the last token
+            begin = max(o for o in stream.offsets.tolist() if o <= token)
+            assert starts[place] == max(begin - first, 0)
+        assert starts.dtype == np.int32 and starts.shape == (seq_len,)
+
+
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 16, 64, 1000, 5000])
 def test_samples_cover_every_prediction_within_a_document_once(seq_len):
     stream = random_stream()

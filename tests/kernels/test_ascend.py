@@ -86,6 +86,8 @@ def test_layer_norm_is_the_native_layer_norm(record):
 
 def test_rotary_takes_tables_as_1s1d_in_the_dtype_of_x(record):
     recorder = record(ops.auto_generate, "RotaryPositionEmbedding", lambda x, cos, sin, mode: x)
+    kernels.RotaryEmbedding("Ascend")(tensor(2, 5, 3, 4), tensor(2, 5, 4), tensor(2, 5, 4))
+    assert recorder.calls.pop()[1].shape == (2, 5, 1, 4)  # positions of their own
     x, cos, sin = tensor(2, 5, 3, 4, dtype=np.float16), tensor(5, 4), tensor(5, 4)
     kernels.RotaryEmbedding("Ascend")(x, cos, sin)
     ((given, cos_given, sin_given, mode),) = recorder.calls
@@ -116,6 +118,32 @@ def test_fp32_attention_on_ascend_is_the_composed_one(record):
     out = kernels.CausalAttention(0.25, "Ascend")(q, k, v).asnumpy()
     assert np.array_equal(out, kernels.CausalAttention(0.25, "CPU")(q, k, v).asnumpy())
     assert recorder.calls == []
+
+
+STARTS = Tensor(np.array([[0, 0, 2, 2, 4], [0, 0, 0, 3, 3]], np.int32))
+
+
+def test_documents_are_the_given_mask_of_flash_attention(record):
+    recorder = record(ops.auto_generate, "FlashAttentionScore", lambda *args: (None, None, None, "out"))
+    q, k, v = (tensor(2, 5, heads, 16, dtype=np.float16) for heads in (4, 2, 2))
+    mask = kernels.DocumentMask("Ascend")(STARTS, q)
+    assert kernels.CausalAttention(0.25, "Ascend")(q, k, v, mask) == "out"
+    settings = {"head_num": 4, "scale_value": 0.25, "input_layout": "BSND", "sparse_mode": 0}
+    assert recorder.built == [((), settings)]
+    assert recorder.calls[0][-1] is mask
+    assert (mask.shape, mask.dtype) == ((2, 1, 5, 5), ms.uint8)
+    discarded = [[0, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 1, 1], [1, 1, 0, 0, 1], [1, 1, 1, 1, 0]]
+    assert mask.asnumpy()[0, 0].tolist() == discarded
+
+
+def test_documents_in_fp32_on_ascend_are_the_composed_mask(record):
+    record(ops.auto_generate, "FlashAttentionScore", lambda *args: args)
+    q, k, v = (tensor(2, 5, heads, 16) for heads in (4, 2, 2))
+    outputs = [
+        kernels.CausalAttention(0.25, target)(q, k, v, kernels.DocumentMask(target)(STARTS, q)).asnumpy()
+        for target in ("Ascend", "CPU")
+    ]
+    assert np.array_equal(*outputs)
 
 
 def test_adamw_is_the_native_adamw_counting_steps_from_zero(monkeypatch):

@@ -18,6 +18,17 @@ def test_rotary_embedding(check_kernel):
     check_kernel(kernels.RotaryEmbedding("CPU"), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
 
 
+def test_samples_with_positions_of_their_own(check_kernel):
+    x, angles = RNG.standard_normal((2, 3, 2, 4)), RNG.standard_normal((2, 3, 4))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def rotate(x):
+        turned = np.concatenate([-x[..., 2:], x[..., :2]], -1)
+        return x * cos[:, :, None].astype(np.float64) + turned * sin[:, :, None].astype(np.float64)
+
+    check_kernel(kernels.RotaryEmbedding("CPU"), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
+
+
 def test_one_kernel_serves_changing_shapes():
     cell = kernels.RotaryEmbedding("CPU")
     for length, heads, head_dim in ((3, 2, 4), (5, 1, 4), (3, 2, 6)):
