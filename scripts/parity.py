@@ -8,6 +8,7 @@ Prints one line a case and, for a case that differs, the first divergence. Exits
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +23,12 @@ SHORT = ("optim.warmup_steps=3", "train.eval_interval=0", "data.seq_len=64", "tr
 MICROBATCHES = {1: (1, 3), 2: (1, 2, 6), 3: (1, 2), 4: (1, 3)}
 
 
-def data_cases(quick: bool) -> list[Case]:
-    """Data parallelism: worlds 1-4, accumulation, optimizers, clipping, tied weights, small buckets, HSDP."""
+def data_cases(quick: bool, scratch: Path) -> list[Case]:
+    """Data parallelism: worlds 1-4, accumulation, optimizers, clipping, tied weights, small buckets, HSDP.
+
+    The full matrix adds a growing batch, and documents whose attention and positions are reset; `scratch` is
+    a folder for their text.
+    """
     problems = {
         "gpt adamw": ("runs/quickstart", ADAM),
         "gpt sgd unclipped": ("runs/quickstart", (*SGD, "optim.clip_norm=0")),
@@ -33,7 +38,7 @@ def data_cases(quick: bool) -> list[Case]:
     }
     if quick:
         problems = {name: problems[name] for name in ("gpt adamw", "llama sgd tied")}
-    cases = [] if quick else rampup_cases()
+    cases = [] if quick else [*rampup_cases(), *document_cases(scratch)]
     for name, (base, overrides) in problems.items():
         problem = (*overrides, *SHORT, "train.global_batch_size=12", "model.num_layers=2")
         layouts = [(world, count) for world, counts in MICROBATCHES.items() for count in counts]
@@ -63,7 +68,21 @@ def rampup_cases() -> list[Case]:
     ]
 
 
-MATRICES: dict[str, Callable[[bool], list[Case]]] = {"data": data_cases}
+def document_cases(folder: Path) -> list[Case]:
+    """Attention and positions that restart at the borders of documents of 10 to 90 tokens."""
+    for number in range(300):
+        text = "".join(chr(97 + (number * i + i * i) % 26) for i in range(10 + number * 7 % 80))
+        (folder / f"{number:03d}.txt").write_text(text)
+    corpus = ("data.source=files", f"data.files=[{folder}/*.txt]", "data.validation_fraction=0")
+    resets = ("data.reset_attention=true", "data.reset_positions=true")
+    problem = (*ADAM, *SHORT, *corpus, *resets, "train.global_batch_size=12", "model.num_layers=2")
+    return [
+        Case(f"{name} documents, 2 workers", 2, base, problem, ("train.accumulation_steps=2",))
+        for name, base in (("gpt", "runs/quickstart"), ("llama", "runs/llama-tiny"))
+    ]
+
+
+MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {"data": data_cases}
 KINDS = ("loss", "grad_norm", "grad", "param")
 
 
@@ -75,21 +94,27 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the subset that CI runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    cases = MATRICES[args.matrix](args.quick)
-    results = []
-    print(f"{'case':56}" + "".join(f"{kind:>11}" for kind in KINDS))
-    for result in run_cases(cases, Plan(args.steps)):
-        results.append(result)
-        columns = "".join(f"{result.max_rel[kind]:11.1e}" for kind in KINDS)
-        print(f"{result.case.name:56}{columns}", flush=True)
-        if result.divergence:
-            print(f"  DIFFERS: {result.divergence}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = _run(MATRICES[args.matrix](args.quick, Path(folder)), Plan(args.steps))
     metrics = _metrics(results)
     print(", ".join(f"{name} {value:g}" for name, value in metrics.items()))
     if args.json:
         rows = [{"name": r.case.name, "divergence": str(r.divergence or ""), **r.max_rel} for r in results]
         args.json.write_text(json.dumps({"metrics": metrics, "cases": rows}, indent=1) + "\n")
     return 1 if metrics["failures"] else 0
+
+
+def _run(cases: list[Case], plan: Plan) -> list[Result]:
+    """Run the cases; prints a line for each as soon as it is done."""
+    results = []
+    print(f"{'case':56}" + "".join(f"{kind:>11}" for kind in KINDS))
+    for result in run_cases(cases, plan):
+        results.append(result)
+        columns = "".join(f"{result.max_rel[kind]:11.1e}" for kind in KINDS)
+        print(f"{result.case.name:56}{columns}", flush=True)
+        if result.divergence:
+            print(f"  DIFFERS: {result.divergence}", flush=True)
+    return results
 
 
 def _metrics(results: list[Result]) -> dict[str, float]:
