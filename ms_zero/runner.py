@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
-from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of
-from ms_zero.data import BatchSchedule, TextData, load_text, unigram_entropy
+from ms_zero.config import DataPart, Loaded, RunConfig, TrainConfig, dump, mesh_of
+from ms_zero.data import BatchSchedule, MixtureData, Source, TextData, get_tokenizer, load_text
 from ms_zero.errors import UserError
 from ms_zero.hardware import peak_flops
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
@@ -41,7 +41,7 @@ def run(loaded: Loaded, comm: Communicator) -> int:
     return 0
 
 
-def build_trainer(config: RunConfig, text: TextData, comm: Communicator) -> Trainer:
+def build_trainer(config: RunConfig, text: TextData | MixtureData, comm: Communicator) -> Trainer:
     """The trainer of a run, at step 0 with initial values."""
     pmesh = ProcessMesh(mesh_of(config, comm.world_size), comm)
     train = config.train
@@ -80,16 +80,21 @@ def build_batch_schedule(train: TrainConfig) -> BatchSchedule:
     )
 
 
-def load_data(config: RunConfig) -> TextData:
+def load_data(config: RunConfig) -> TextData | MixtureData:
     """The corpus of a run, tokenized, split and packed."""
     data = config.data
+    mixed = data.source == "mixture"
     return load_text(
-        source=data.source,
-        files=data.files,
-        tokenizer=data.tokenizer,
+        [_source(part) for part in data.parts] if mixed else [Source(data.source, data.files)],
+        tokenizer=get_tokenizer(data.tokenizer, data.tokenizer_file, data.eot_token),
+        vocab_size=config.model.vocab_size,
         seq_len=data.seq_len,
         validation_fraction=data.validation_fraction,
     )
+
+
+def _source(part: DataPart) -> Source:
+    return Source(part.source, part.files, part.weight)
 
 
 class StopFlag:
@@ -129,8 +134,7 @@ class _Session:
         self.trainer = build_trainer(config, self.text, comm)
         self.validation = self.text.validation_loader() if config.train.eval_interval else None
         # What a model reaches that knows how often each token occurs and nothing else.
-        held_out = self.text.validation
-        self.entropy = None if held_out is None else unigram_entropy(held_out.stream.tokens)
+        self.entropy = None if self.validation is None else self.text.validation_entropy()
         # The last rank holds the last pipeline stage, and with it the loss, in every layout.
         prints = config.monitor.console and comm.rank == comm.world_size - 1
         jsonl = self.output / "logs" / f"metrics-{comm.rank:05d}.jsonl" if config.monitor.jsonl else None
@@ -253,7 +257,7 @@ class _Session:
         self.monitor.event("checkpoint", step=step, path=str(path))
 
 
-def _check_same_everywhere(comm: Communicator, config: RunConfig, text: TextData) -> None:
+def _check_same_everywhere(comm: Communicator, config: RunConfig, text: TextData | MixtureData) -> None:
     """Refuse workers that would train different things: other values in the config, or other text."""
     views = comm.exchange([dump(config), text.fingerprint])
     for rank, (values, fingerprint) in enumerate(views):

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_zero.comm import Communicator, Group
-from ms_zero.data import IGNORED_LABEL, Batch, BatchSchedule, Loader
+from ms_zero.data import IGNORED_LABEL, Batch, BatchSchedule, SampleSequence
 from ms_zero.optim.clip import decide
 from ms_zero.optim.schedule import Schedule
 from ms_zero.recipes.eager import EagerEngine
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         engine: EagerEngine,
-        loader: Loader,
+        loader: SampleSequence,
         schedule: Schedule,
         *,
         comm: Communicator,
@@ -135,7 +135,7 @@ class Trainer:
             stop=bool(stop),
         )
 
-    def evaluate(self, loader: Loader, num_samples: int) -> float:
+    def evaluate(self, loader: SampleSequence, num_samples: int) -> float:
         """Mean token loss over the first samples of a loader, in nats; the ranks share the samples.
 
         Args:

@@ -14,6 +14,7 @@ from ms_zero.config.rules import EXPLANATIONS, RULES, Rule
 from ms_zero.config.schema import (
     CheckpointConfig,
     DataConfig,
+    DataPart,
     GPTConfig,
     HardwareConfig,
     LlamaConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "DataPart",
     "Explanation",
     "Finding",
     "GPTConfig",

@@ -8,7 +8,15 @@ from ms_zero.config import schema
 from ms_zero.config.findings import Finding, show
 from ms_zero.config.schema import AUTO, REQUIRED, Key
 from ms_zero.config.sources import Setting, Table
-from ms_zero.config.values import RefusedValue, convert, expected, found, nested_section, plain
+from ms_zero.config.values import (
+    RefusedValue,
+    convert,
+    expected,
+    found,
+    item_section,
+    nested_section,
+    plain,
+)
 from ms_zero.resources import nearest
 
 _MAX_SUGGESTIONS = 20  # per section: finding the nearest of many unknown keys takes time, a few help as much
@@ -27,6 +35,7 @@ class Facts:
         layers: Dotted key -> precedence of the layer that set it; absent for defaults.
         world_size: Number of workers.
         label: Name of the config file.
+        tokenizer_vocab: Number of the tokenizer's ids once that is derived; None when there is no tokenizer.
 
     """
 
@@ -35,6 +44,7 @@ class Facts:
     layers: dict[str, int]
     world_size: int
     label: str
+    tokenizer_vocab: int | None = None
 
     def known(self, *paths: str) -> bool:
         """Say whether all these keys have a concrete value."""
@@ -46,7 +56,7 @@ class Facts:
 
     def where(self, path: str) -> str:
         """Return the place to name in a message about this key."""
-        return self.origins[path] if path in self.layers else self.label
+        return self.origins.get(path, self.label) if path in self.layers else self.label
 
 
 def bind(root: Table, label: str, world_size: int) -> tuple[Facts, list[Finding]]:
@@ -136,6 +146,9 @@ class _Binder:
                 self.bind_section(path, nested, item)
             return
         node = item.node
+        if item_section(annotation) is not None and isinstance(node.value, list):
+            self._bind_items(path, item_section(annotation), item)
+            return
         try:
             value = convert(spec, annotation, node)
         except RefusedValue as refused:
@@ -143,6 +156,23 @@ class _Binder:
             return
         self._set(path, value, node.where)
         self.facts.layers[path] = item.layer
+
+    def _bind_items(self, path: str, section: type, item: Setting) -> None:
+        """Bind a list of sections; its value is known only when every item is right."""
+        values = []
+        for number, node in enumerate(item.node.value):
+            name = f"{path}[{number}]"
+            if isinstance(node.value, dict):
+                settings = {key: Setting(value, item.layer) for key, value in node.value.items()}
+                self.bind_section(name, section, Table(settings, node.where))
+            else:
+                self._report("MZ005", name, node.where, f"{found(node)}; expected a mapping")
+            given = section_values(self.facts, name)
+            if given.keys() == schema.keys_of(section).keys():
+                values.append(section(**given))
+        if len(values) == len(item.node.value):
+            self._set(path, tuple(values), item.node.where)
+            self.facts.layers[path] = item.layer
 
     def _set(self, path: str, value: Any, origin: str) -> None:
         self.facts.values[path] = value

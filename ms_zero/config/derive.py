@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from ms_zero.config.bind import Facts
 from ms_zero.config.schema import AUTO
+from ms_zero.config.tokenizers import VOCAB_SIZES, read_tokenizer_file
+from ms_zero.errors import UserError
 from ms_zero.mesh import AXES
-
-TOKENIZER_VOCAB = {"byte": 257}
 
 _BATCH = ("train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps")
 
@@ -35,9 +35,7 @@ class _Product:
 def derive(facts: Facts) -> list[Problem]:
     """Fill in all derived values; returns what cannot be derived. Those keys are left out of `facts`."""
     problems = [*_derive_dp_shard(facts), *_derive_batch(facts), *_derive_head_dim(facts)]
-    if facts.known("data.tokenizer"):
-        tokenizer = facts.values["data.tokenizer"]
-        _fill(facts, "model.vocab_size", TOKENIZER_VOCAB[tokenizer], f"the {tokenizer} tokenizer")
+    problems += _derive_vocabulary(facts)
     if facts.known("model.hidden_size"):
         _fill(facts, "model.ffn_hidden_size", 4 * facts.values["model.hidden_size"], "4 x model.hidden_size")
     if facts.known("model.num_heads"):
@@ -69,6 +67,28 @@ def _fill(facts: Facts, path: str, value: int | str | None, how: str) -> None:
     if facts.values.get(path) is AUTO:
         facts.values[path] = value
         facts.origins[path] = f"derived: {how}"
+
+
+def _derive_vocabulary(facts: Facts) -> Iterator[Problem]:
+    if not facts.known("data.tokenizer", "data.tokenizer_file", "data.eot_token"):
+        return
+    name, file = facts.values["data.tokenizer"], facts.values["data.tokenizer_file"]
+    if name == "none":
+        if facts.values.get("model.vocab_size") is AUTO:
+            message = "cannot be derived because data.tokenizer is none; set it to the number of token ids"
+            yield Problem("MZ034", "model.vocab_size", message)
+    elif name in VOCAB_SIZES:
+        facts.tokenizer_vocab = VOCAB_SIZES[name]
+        _fill(facts, "model.vocab_size", VOCAB_SIZES[name], f"the {name} tokenizer")
+    elif file is None:
+        yield Problem("MZ033", "data.tokenizer_file", "missing; data.tokenizer is file, so name one")
+    else:
+        try:
+            facts.tokenizer_vocab = read_tokenizer_file(file, facts.values["data.eot_token"]).vocab_size
+        except UserError as error:
+            yield Problem("MZ033", "data.tokenizer_file", str(error))
+        else:
+            _fill(facts, "model.vocab_size", facts.tokenizer_vocab, f"the highest id in {file}, plus 1")
 
 
 def _derive_dp_shard(facts: Facts) -> Iterator[Problem]:

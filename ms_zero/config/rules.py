@@ -8,7 +8,7 @@ from typing import Any, Final
 from ms_zero import hardware
 from ms_zero.config import schema
 from ms_zero.config.bind import Facts
-from ms_zero.config.derive import TOKENIZER_VOCAB, Problem
+from ms_zero.config.derive import Problem
 from ms_zero.config.explanations import READING, Explanation
 from ms_zero.config.findings import Finding, show
 from ms_zero.resources import did_you_mean
@@ -104,11 +104,11 @@ def _check_head_dim(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_vocab(facts: Facts) -> Iterator[tuple[str, str]]:
-    tokenizer, rows = facts.values["data.tokenizer"], facts.values["model.vocab_size"]
-    needed = TOKENIZER_VOCAB[tokenizer]
-    if rows < needed:
-        message = f"{rows} rows cannot hold the {needed} tokens of the {tokenizer} tokenizer; use auto"
-        yield "model.vocab_size", message
+    rows, needed = facts.values["model.vocab_size"], facts.tokenizer_vocab
+    if needed is not None and rows < needed:
+        tokenizer = facts.values["data.tokenizer"]
+        name = facts.values["data.tokenizer_file"] if tokenizer == "file" else f"the {tokenizer} tokenizer"
+        yield "model.vocab_size", f"{rows} rows cannot hold the {needed} tokens of {name}; use auto"
 
 
 def _check_rope_scaling(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -126,8 +126,33 @@ def _check_seq_len(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_files(facts: Facts) -> Iterator[tuple[str, str]]:
-    if facts.values["data.source"] == "files" and not facts.values["data.files"]:
-        yield "data.files", "missing; data.source is files, so name at least one file or pattern"
+    source = facts.values["data.source"]
+    if source in _FILE_SOURCES and not facts.values["data.files"]:
+        yield "data.files", f"missing; data.source is {source}, so name at least one file or pattern"
+
+
+def _check_no_tokenizer(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["data.tokenizer"] != "none":
+        return
+    parts = [part.source for part in facts.values["data.parts"]]
+    for source in parts if facts.values["data.source"] == "mixture" else [facts.values["data.source"]]:
+        if source != "megatron":
+            yield "data.tokenizer", f"none cannot encode the text of source {source}; name a tokenizer"
+            return
+
+
+def _check_parts(facts: Facts) -> Iterator[tuple[str, str]]:
+    parts = facts.values["data.parts"]
+    if facts.values["data.source"] != "mixture":
+        return
+    if not parts:
+        yield "data.parts", "missing; data.source is mixture, so list its parts"
+    for number, part in enumerate(parts):
+        path = f"data.parts[{number}].files"
+        if part.source in _FILE_SOURCES and not part.files:
+            yield path, f"missing; the part's source is {part.source}, so name at least one file or pattern"
+        elif part.source not in _FILE_SOURCES and part.files:
+            yield path, f"has no effect because the part's source is {part.source}; remove it or change that"
 
 
 def _check_held_out(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -240,6 +265,7 @@ def _check_device_named(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "hardware.device", f"not known, so utilisation is reported as n/a; name one of {names}"
 
 
+_FILE_SOURCES = ("files", "jsonl", "megatron")
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 _SECTION_RULES = (
@@ -297,7 +323,7 @@ _MODEL_RULES = (
         "error",
         "A token id at or beyond vocab_size would read outside the embedding. A larger vocab_size is fine.",
         "Set model.vocab_size to auto or to at least the size of the tokenizer's vocabulary.",
-        ("data.tokenizer", "model.vocab_size"),
+        ("data.tokenizer", "data.tokenizer_file", "model.vocab_size"),
         _check_vocab,
     ),
     Rule(
@@ -322,10 +348,10 @@ _BATCH_RULES = (
     ),
     Rule(
         "MZ031",
-        "source: files names files",
+        "A source of files names files",
         "error",
         "Without files there is nothing to train on.",
-        "List UTF-8 text files or glob patterns in data.files.",
+        "List files or glob patterns in data.files; for megatron the prefixes of .bin/.idx pairs.",
         ("data.source", "data.files"),
         _check_files,
     ),
@@ -337,6 +363,34 @@ _BATCH_RULES = (
         "Raise data.validation_fraction above 0, or set train.eval_interval to 0.",
         ("train.eval_interval", "data.validation_fraction"),
         _check_held_out,
+    ),
+    Rule(
+        "MZ033",
+        "The tokenizer file can be used",
+        "error",
+        "The size of the vocabulary and the end-of-text token are read from the tokenizer.json. The token is "
+        "found by its usual names, such as <|endoftext|> or </s>, if exactly one of them is there.",
+        "Correct data.tokenizer_file, or name the token that ends a document with data.eot_token.",
+    ),
+    Rule(
+        "MZ034",
+        "Only token ids do without a tokenizer",
+        "error",
+        "data.tokenizer: none reads megatron files as they are, when their tokenizer is not at hand. Text "
+        "cannot be encoded without one, and nothing tells the size of the vocabulary.",
+        "Name the tokenizer, or use megatron data and set model.vocab_size.",
+        ("data.tokenizer", "data.source", "data.parts"),
+        _check_no_tokenizer,
+    ),
+    Rule(
+        "MZ035",
+        "A mixture has parts, and each has its files",
+        "error",
+        "A mixture takes its samples from data.parts. Each part has a source, a weight and, if its source "
+        "reads files, files.",
+        "Write parts: [{source: jsonl, files: [a.jsonl], weight: 0.7}, {source: stdlib, weight: 0.3}].",
+        ("data.source", "data.parts"),
+        _check_parts,
     ),
     Rule(
         "MZ040",

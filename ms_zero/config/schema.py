@@ -138,18 +138,49 @@ ModelConfig = GPTConfig | LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataPart:
+    """One part of a mixture."""
+
+    source: Literal["stdlib", "files", "jsonl", "megatron"] = key("Kind of data, as in data.source.")
+    files: tuple[str, ...] = key(
+        "Files of this part, as in data.files.",
+        default=(),
+        used_when=("source", ("files", "jsonl", "megatron")),
+    )
+    weight: float = key("Share of the samples, relative to the other parts.", above=0, maximum=1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is trained on."""
 
-    source: Literal["stdlib", "files"] = key(
-        "stdlib: the source text of Python's standard library; files: your text files.", default="stdlib"
+    source: Literal["stdlib", "files", "jsonl", "megatron", "mixture"] = key(
+        "stdlib: the source text of Python's standard library; files: text files; jsonl: JSON objects with a "
+        "text field on each line; megatron: .bin/.idx pairs of token ids; mixture: parts of these by weight.",
+        default="stdlib",
     )
     files: tuple[str, ...] = key(
-        "UTF-8 text files or glob patterns, relative to the working directory.",
+        "Files or glob patterns, relative to the working directory; for megatron prefixes of the pairs.",
         default=(),
-        used_when=("source", ("files",)),
+        used_when=("source", ("files", "jsonl", "megatron")),
     )
-    tokenizer: Literal["byte"] = key("byte: 256 bytes and one end-of-text token.", default="byte")
+    parts: tuple[DataPart, ...] = key(
+        "What is mixed, and how much of each.", default=(), used_when=("source", ("mixture",))
+    )
+    tokenizer: Literal["byte", "file", "none"] = key(
+        "byte: 256 bytes and one end-of-text token; file: tokenizer_file; none: megatron data as it is.",
+        default="byte",
+    )
+    tokenizer_file: str | None = key(
+        "A tokenizer.json of Hugging Face tokenizers, relative to the working directory.",
+        default=None,
+        used_when=("tokenizer", ("file",)),
+    )
+    eot_token: str | None = key(
+        "Token of tokenizer_file that ends a document; null: find it by its usual names.",
+        default=None,
+        used_when=("tokenizer", ("file",)),
+    )
     seq_len: int = _count("Tokens in a training sample.")
     validation_fraction: float = key("Share of the documents held out.", default=0.05, minimum=0, below=1)
     reset_attention: bool = key("Whether tokens attend only within their own document.", default=False)

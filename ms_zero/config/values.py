@@ -1,7 +1,7 @@
 """One value against one key: its type, its range, and the words to refuse it."""
 
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from ms_zero.config.findings import show
@@ -95,11 +95,21 @@ def nested_section(annotation: Any) -> type | None:
     return base if is_dataclass(base) else None
 
 
+def item_section(annotation: Any) -> type | None:
+    """Return the section class that each item of a list is, or None when the key is no such list."""
+    base, _ = _unwrap(annotation)
+    item = get_args(base)[0] if get_origin(base) is tuple else None
+    return item if is_dataclass(item) else None
+
+
 def expected(spec: Key, annotation: Any) -> str:
     """Describe what a key takes: `an integer at least 1, or auto`."""
     base, optional = _unwrap(annotation)
     if get_origin(base) is Literal:
         text = _one_of(get_args(base))
+    elif item_section(annotation) is not None:
+        names = ", ".join(field.name for field in fields(item_section(annotation)))
+        text = f"a list of mappings with {names}"
     elif get_origin(base) is tuple:
         text = "a list of texts, such as [a.txt, b.txt]"
     elif is_dataclass(base):

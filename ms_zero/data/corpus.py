@@ -90,17 +90,44 @@ def file_corpus(patterns: Sequence[str], base: Path | None = None) -> Corpus:
     Raises:
         UserError: a file is missing, unreadable, empty or not UTF-8, or a glob matches no file.
     """
+    found = find_files(patterns, base)
+    documents = tuple(Document(name, read_text(path)) for path, name in found.names.items())
+    return Corpus(found.describe("text"), documents, found.omitted)
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """Files that patterns matched.
+
+    Attributes:
+        root: the folder that all files share.
+        names: path -> its path relative to the root, in the order of the patterns.
+        omitted: files that were matched more than once.
+    """
+
+    root: Path
+    names: dict[Path, str]
+    omitted: tuple[Omission, ...]
+
+    def describe(self, kind: str) -> str:
+        """How many files of a kind there are, and where."""
+        noun = "file" if len(self.names) == 1 else "files"
+        return f"{len(self.names)} {kind} {noun} under {self.root}"
+
+
+def find_files(patterns: Sequence[str], base: Path | None = None) -> FoundFiles:
+    """The files that paths and globs mean; see :func:`file_corpus`.
+
+    Raises:
+        UserError: a file is missing, or a glob matches no file.
+    """
     if not patterns:
-        raise UserError("data.files is empty: list at least one path or glob of UTF-8 text files")
-    found = [path for pattern in patterns for path in _expand(pattern, base or Path())]
-    counts = Counter(found)
-    paths = list(counts)
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    names = {path: path.relative_to(root).as_posix() for path in paths}
-    documents = tuple(Document(names[path], _read_text(path)) for path in paths)
-    omitted = tuple(Omission(names[path], "matched again") for path in paths for _ in range(counts[path] - 1))
-    noun = "file" if len(paths) == 1 else "files"
-    return Corpus(f"{len(paths)} text {noun} under {root}", documents, omitted)
+        raise UserError("data.files is empty: list at least one path or glob")
+    counts = Counter(path for pattern in patterns for path in _expand(pattern, base or Path()))
+    root = Path(os.path.commonpath([path.parent for path in counts]))
+    names = {path: path.relative_to(root).as_posix() for path in counts}
+    omitted = [Omission(names[path], "matched again") for path in names for _ in range(counts[path] - 1)]
+    return FoundFiles(root, names, tuple(omitted))
 
 
 def split_documents(
@@ -182,7 +209,12 @@ def _expand(pattern: str, base: Path) -> list[Path]:
         raise UserError(f"data file {pattern} cannot be looked up: {error}") from error
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        UserError: it is unreadable, empty or not UTF-8.
+    """
     try:
         if not path.is_file():
             raise UserError(f"data file {path} is not a regular file: expected UTF-8 text")

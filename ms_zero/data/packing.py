@@ -1,6 +1,8 @@
 """Packing of token streams into samples of fixed length."""
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from ms_zero.errors import UserError
 
 IGNORED_LABEL = -100
 """Label of a position that does not count in the loss."""
+_CHUNK = 1 << 20  # ids that are counted together: bincount works on an int64 copy
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
@@ -74,7 +77,7 @@ class PackedDataset:
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         start = index * self.seq_len
         window = self.stream.read(start, min(start + self.seq_len + 1, self.stream.size))
-        self._check_vocabulary(window, index)
+        self._check_vocabulary(window, start)
         window = window.astype(np.int32)
         valid = window.size - 1
         input_ids = np.full(self.seq_len, window[-1], dtype=np.int32)
@@ -91,28 +94,92 @@ class PackedDataset:
         starts[inside] = inside
         return np.maximum.accumulate(starts)
 
-    def _check_vocabulary(self, window: np.ndarray, index: int) -> None:
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.stream.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of ids, ends of text included."""
+        return self.stream.size
+
+    def token_counts(self, limit: int) -> np.ndarray:
+        """How often each id occurs among the first `limit` ids, int64[highest id + 1]."""
+        counts = np.zeros(1, dtype=np.int64)
+        end = min(limit, self.num_tokens)
+        for start in range(0, end, _CHUNK):
+            window = self.stream.read(start, min(start + _CHUNK, end))
+            self._check_vocabulary(window, start)
+            counts = add_counts(counts, np.bincount(window))
+        return counts
+
+    def _check_vocabulary(self, window: np.ndarray, start: int) -> None:
         """Refuse ids that would read outside the embedding; costs two passes over a sample."""
         if self._vocab_size is None or (window.min() >= 0 and window.max() < self._vocab_size):
             return
         at = int(np.argmax((window < 0) | (window >= self._vocab_size)))
         raise UserError(
-            f"token id {window[at]} is beyond model.vocab_size {self._vocab_size}: sample {index}, "
-            f"{self.stream.describe(index * self.seq_len + at)}; use the tokenizer that the data was made "
-            "with, or see 'ms-zero data lint'"
+            f"token id {window[at]} is beyond model.vocab_size {self._vocab_size}: sample "
+            f"{start // self.seq_len}, {self.stream.describe(start + at)}; use the tokenizer that the data "
+            "was made with, or see 'ms-zero data lint'"
         )
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
+class JoinedDataset:
+    """Datasets one after the other; each keeps its own last, padded sample."""
+
+    def __init__(self, datasets: Sequence[PackedDataset]) -> None:
+        """Join at least one dataset; all have the same sample length."""
+        assert len({dataset.seq_len for dataset in datasets}) == 1, "datasets of one sample length"
+        self.datasets = tuple(datasets)
+        self.seq_len = datasets[0].seq_len
+        self._ends = list(accumulate(len(dataset) for dataset in datasets))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, ``0 <= index < len(self)``."""
+        assert 0 <= index < len(self), f"sample {index} of {len(self)}"
+        number = bisect_right(self._ends, index)
+        return self.datasets[number].sample(index - self._ends[number] + len(self.datasets[number]))
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return sum(dataset.num_documents for dataset in self.datasets)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of ids, ends of text included."""
+        return sum(dataset.num_tokens for dataset in self.datasets)
+
+    def token_counts(self, limit: int) -> np.ndarray:
+        """How often each id occurs, int64[highest id + 1]; each dataset gives its share of `limit` ids."""
+        counts = np.zeros(1, dtype=np.int64)
+        for dataset in self.datasets:
+            share = limit * dataset.num_tokens // max(limit, self.num_tokens)
+            counts = add_counts(counts, dataset.token_counts(share))
+        return counts
+
+
+def add_counts(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Sum of two vectors of counts or weights; the shorter one goes on with zeros."""
+    short, long = sorted((first, second), key=len)
+    total = long.copy()
+    total[: short.size] += short
+    return total
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
     """Entropy of the distribution of single tokens, in nats.
 
     It is the lowest loss of a model that ignores context: a trained model must be clearly below it.
+
+    Args:
+        counts: how often each id occurs; only the ratios matter.
     """
-    assert tokens.size, "entropy of no tokens"
-    chunk = 1 << 20  # bincount works on an int64 copy of its input
-    size = int(tokens.max()) + 1
-    counts = np.zeros(size, dtype=np.int64)
-    for start in range(0, tokens.size, chunk):
-        counts += np.bincount(tokens[start : start + chunk], minlength=size)
-    probability = counts[counts > 0] / tokens.size
+    assert counts.sum() > 0, "entropy of no tokens"
+    probability = counts[counts > 0] / counts.sum()
     return float(-(probability * np.log(probability)).sum())

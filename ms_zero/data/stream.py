@@ -152,7 +152,8 @@ def ends_with_eot(indexed: IndexedTokens, eot_id: int, samples: int = 256) -> bo
         UserError: some of them do and some do not, so that neither reading would be right.
     """
     found: dict[bool, int] = {}
-    for document in np.unique(np.linspace(0, len(indexed) - 1, samples).astype(np.int64)).tolist():
+    count = min(samples, len(indexed))
+    for document in np.linspace(0, max(0, len(indexed) - 1), count).astype(np.int64).tolist():
         ids = indexed.document(document)
         if ids.size:
             found.setdefault(bool(ids[-1] == eot_id), document)

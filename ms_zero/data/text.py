@@ -1,34 +1,60 @@
 """From a description of the data to datasets and loaders."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ms_zero.data.corpus import Omission, file_corpus, split_documents, stdlib_corpus
+import numpy as np
+
+from ms_zero.data.corpus import Corpus, Omission, file_corpus, find_files, split_documents, stdlib_corpus
 from ms_zero.data.fingerprint import fingerprint
-from ms_zero.data.loader import Loader
-from ms_zero.data.packing import PackedDataset, tokenize
-from ms_zero.data.tokenizer import Tokenizer, get_tokenizer
+from ms_zero.data.indexed import IndexedTokens, strip_suffix
+from ms_zero.data.jsonl import jsonl_corpus
+from ms_zero.data.loader import Loader, SampleSequence
+from ms_zero.data.mixture import MixtureLoader
+from ms_zero.data.packing import JoinedDataset, PackedDataset, add_counts, tokenize, unigram_entropy
+from ms_zero.data.stream import IndexedStream, ends_with_eot
+from ms_zero.data.tokenizer import Tokenizer
 from ms_zero.errors import UserError
+
+_ENTROPY_TOKENS = 1 << 24  # enough for four digits; memory-mapped data can have any number
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read: one source, or one part of a mixture.
+
+    Attributes:
+        kind: ``stdlib`` (the text of the running Python's standard library), ``files`` (UTF-8 text files),
+            ``jsonl`` (JSON-lines files with a text field) or ``megatron`` (``.bin``/``.idx`` pairs).
+        files: paths and globs; for ``megatron`` prefixes of pairs.
+        weight: share of the samples, relative to the other parts of a mixture.
+    """
+
+    kind: str
+    files: Sequence[str] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus, tokenized, split and packed.
+    """One source, tokenized, split and packed.
 
     Attributes:
         train: training samples.
         validation: validation samples; None if the validation fraction is 0.
-        tokenizer: how text became ids.
+        tokenizer: how text became ids; None if that is not known.
         fingerprint: identity of both parts and the tokenizer.
         corpus: where the text comes from.
         omitted: what was found there and left out.
     """
 
-    train: PackedDataset
-    validation: PackedDataset | None
-    tokenizer: Tokenizer
+    train: PackedDataset | JoinedDataset
+    validation: PackedDataset | JoinedDataset | None
+    tokenizer: Tokenizer | None
     fingerprint: str
     corpus: str
     omitted: tuple[Omission, ...]
@@ -49,6 +75,15 @@ class TextData:
             self.validation, seed=0, fingerprint=self.fingerprint, corpus=self.corpus, shuffle=False
         )
 
+    def validation_counts(self) -> np.ndarray | None:
+        """How often each id occurs in the validation samples, of long data at their beginning."""
+        return None if self.validation is None else self.validation.token_counts(_ENTROPY_TOKENS)
+
+    def validation_entropy(self) -> float | None:
+        """`unigram_entropy` of the validation samples; None when there are none."""
+        counts = self.validation_counts()
+        return None if counts is None else unigram_entropy(counts)
+
     def summary(self) -> str:
         """One line: source, documents and tokens of each part, what was left out and why, fingerprint."""
         parts = [f"train {_size(self.train)}"]
@@ -59,43 +94,199 @@ class TextData:
         return f"{self.corpus}: {'; '.join(parts)}; left out: {omitted}; fingerprint {self.fingerprint[:12]}"
 
 
+@dataclass(frozen=True)
+class MixtureData:
+    """Several sources, mixed by weight.
+
+    Attributes:
+        parts: the sources.
+        weights: of each source, relative to the others.
+        seq_len: positions per sample.
+        fingerprint: identity of the parts and their weights.
+        corpus: where the text comes from.
+    """
+
+    parts: tuple[TextData, ...]
+    weights: tuple[float, ...]
+    seq_len: int
+    fingerprint: str = field(init=False)
+    corpus: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        identity = json.dumps([[part.fingerprint for part in self.parts], self.weights])
+        digest = hashlib.sha256(f"ms_zero mixture 1 {identity}".encode()).hexdigest()
+        object.__setattr__(self, "fingerprint", digest)
+        names = [f"{weight:g} x {part.corpus}" for weight, part in zip(self.weights, self.parts, strict=True)]
+        object.__setattr__(self, "corpus", f"mixture of {' + '.join(names)}")
+
+    def train_loader(self, seed: int) -> MixtureLoader:
+        """Endless training samples, shuffled within each part."""
+        return self._mix([part.train_loader(seed) for part in self.parts], seed)
+
+    def validation_loader(self) -> MixtureLoader:
+        """Validation samples in order, mixed like the training samples.
+
+        Raises:
+            UserError: nothing was kept for validation.
+        """
+        return self._mix([part.validation_loader() for part in self.parts], 0)
+
+    def validation_entropy(self) -> float | None:
+        """`unigram_entropy` of the mixed validation samples; None when there are none."""
+        mixed = np.zeros(1)
+        for weight, part in zip(self.weights, self.parts, strict=True):
+            counts = part.validation_counts()
+            if counts is None:
+                return None
+            mixed = add_counts(mixed, counts * (weight / counts.sum()))
+        return unigram_entropy(mixed)
+
+    def summary(self) -> str:
+        """One line: the share of each part of the samples, and the part's own summary."""
+        total = sum(self.weights)
+        parts = [
+            f"{weight / total:.2%} {part.summary()}"
+            for weight, part in zip(self.weights, self.parts, strict=True)
+        ]
+        return f"mixture: {' | '.join(parts)} | fingerprint {self.fingerprint[:12]}"
+
+    def _mix(self, loaders: Sequence[SampleSequence], seed: int) -> MixtureLoader:
+        return MixtureLoader(
+            loaders,
+            self.weights,
+            seq_len=self.seq_len,
+            seed=seed,
+            fingerprint=self.fingerprint,
+            corpus=self.corpus,
+        )
+
+
 def load_text(
+    sources: Sequence[Source],
     *,
-    source: str,
-    files: Sequence[str],
-    tokenizer: str,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
     seq_len: int,
     validation_fraction: float,
     base: Path | None = None,
-) -> TextData:
-    """Read, tokenize, split and pack a corpus.
+) -> TextData | MixtureData:
+    """Read, tokenize, split and pack one source, or several as a mixture.
 
     Args:
-        source: ``stdlib`` (the text of the running Python's standard library) or ``files``.
-        files: paths and globs of UTF-8 text files; only for ``files``.
-        tokenizer: name of a tokenizer.
+        sources: at least one.
+        tokenizer: makes ids of text and ends documents; None is for ``megatron`` sources only, which are then
+            read as they are.
+        vocab_size: every id must be below it.
         seq_len: positions per sample.
         validation_fraction: expected share of documents for validation, in [0, 1).
-        base: the folder that relative `files` start from; default the working directory.
+        base: the folder that relative paths start from; default the working directory.
 
     Raises:
-        UserError: the source or tokenizer is unknown, a file is unusable, or a part would be empty.
+        UserError: a source is unknown, a file is unusable, or a part would be empty.
     """
-    if source not in ("stdlib", "files"):
-        raise UserError(f"data.source={source!r}: expected stdlib or files")
-    encoder = get_tokenizer(tokenizer)
-    corpus = stdlib_corpus() if source == "stdlib" else file_corpus(files, base)
+    parts = []
+    for source in sources:
+        if source.kind == "megatron":
+            reader = _IndexedReader(tokenizer, vocab_size, seq_len, validation_fraction)
+            parts.append(reader.load(source.files, base))
+        elif tokenizer is None:
+            raise UserError(f"data.tokenizer=none cannot encode the text of source {source.kind}: name one")
+        else:
+            corpus = _corpus(source, base)
+            parts.append(_pack_text(corpus, tokenizer, seq_len, validation_fraction))
+    if len(parts) == 1:
+        return parts[0]
+    return MixtureData(tuple(parts), tuple(source.weight for source in sources), seq_len)
+
+
+def _corpus(source: Source, base: Path | None) -> Corpus:
+    if source.kind == "stdlib":
+        return stdlib_corpus()
+    if source.kind == "files":
+        return file_corpus(source.files, base)
+    if source.kind == "jsonl":
+        return jsonl_corpus(source.files, base)
+    raise UserError(f"data.source={source.kind!r}: expected stdlib, files, jsonl or megatron")
+
+
+def _pack_text(corpus: Corpus, tokenizer: Tokenizer, seq_len: int, validation_fraction: float) -> TextData:
     train, validation = split_documents(corpus.documents, validation_fraction)
     return TextData(
-        train=PackedDataset(tokenize(train, encoder), seq_len),
-        validation=PackedDataset(tokenize(validation, encoder), seq_len) if validation else None,
-        tokenizer=encoder,
-        fingerprint=fingerprint({"train": train, "validation": validation}, encoder),
+        train=PackedDataset(tokenize(train, tokenizer), seq_len),
+        validation=PackedDataset(tokenize(validation, tokenizer), seq_len) if validation else None,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint({"train": train, "validation": validation}, tokenizer),
         corpus=corpus.description,
         omitted=corpus.omitted,
     )
 
 
-def _size(dataset: PackedDataset) -> str:
-    documents, tokens = dataset.stream.offsets.size - 1, dataset.stream.tokens.size
-    return f"{documents:,} documents, {tokens:,} tokens, {len(dataset):,} samples"
+@dataclass(frozen=True)
+class _IndexedReader:
+    """Makes datasets of ``.bin``/``.idx`` pairs. The last documents of each pair are for validation.
+
+    A pair of one document is for training whole.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    seq_len: int
+    validation_fraction: float
+
+    def load(self, prefixes: Sequence[str], base: Path | None) -> TextData:
+        found = find_files([f"{strip_suffix(prefix)}.idx" for prefix in prefixes], base)
+        train: list[PackedDataset] = []
+        validation: list[PackedDataset] = []
+        digest = hashlib.sha256(f"ms_zero megatron 1 {self.tokenizer and self.tokenizer.name}".encode())
+        for path in found.names:
+            indexed = _open(path)
+            eot_id = self._missing_eot(indexed)
+            border = _validation_border(indexed, self.validation_fraction)
+            train += self._pack(indexed, 0, border, eot_id)
+            validation += self._pack(indexed, border, len(indexed), eot_id)
+            digest.update(f"{indexed.fingerprint()} {border} {eot_id}".encode())
+        if not train or (self.validation_fraction > 0 and not validation):
+            raise UserError(
+                f"data.validation_fraction={self.validation_fraction} leaves no document for "
+                f"{'validation' if train else 'training'} in {found.describe('token')}: change it"
+            )
+        return TextData(
+            train=JoinedDataset(train),
+            validation=JoinedDataset(validation) if validation else None,
+            tokenizer=self.tokenizer,
+            fingerprint=digest.hexdigest(),
+            corpus=found.describe("token"),
+            omitted=found.omitted,
+        )
+
+    def _missing_eot(self, indexed: IndexedTokens) -> int | None:
+        """The id to put after each document; None when it is there, or when nothing is known of it."""
+        if self.tokenizer is None or ends_with_eot(indexed, self.tokenizer.eot_id):
+            return None
+        return self.tokenizer.eot_id
+
+    def _pack(self, indexed: IndexedTokens, first: int, stop: int, eot_id: int | None) -> list[PackedDataset]:
+        """One dataset, or none when there is nothing to predict."""
+        if first == stop:
+            return []
+        stream = IndexedStream(indexed, first, stop, eot_id)
+        return [PackedDataset(stream, self.seq_len, self.vocab_size)] if stream.size > 1 else []
+
+
+def _open(path: Path) -> IndexedTokens:
+    indexed = IndexedTokens(path)
+    if indexed.header.dtype.kind == "f":
+        raise UserError(f"{path} holds numbers of {indexed.header.dtype.name}: token ids are integers")
+    return indexed
+
+
+def _validation_border(indexed: IndexedTokens, fraction: float) -> int:
+    """The first document for validation: at least this share of the ids lies from there on, if it can be."""
+    if fraction == 0 or len(indexed) < 2:
+        return len(indexed)
+    wanted = int(indexed.tokens.size * (1 - fraction))
+    return min(max(1, indexed.document_of(wanted)), len(indexed) - 1)
+
+
+def _size(dataset: PackedDataset | JoinedDataset) -> str:
+    return f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {len(dataset):,} samples"

@@ -1,10 +1,14 @@
 """Tokenizers: text to token ids and back."""
 
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
+from ms_zero.config.tokenizers import TokenizerFile, read_tokenizer_file
 from ms_zero.errors import UserError
+
+_INSTALL = "pip install 'ms_zero[tokenizers]'"
 
 
 class Tokenizer(Protocol):
@@ -55,18 +59,79 @@ class ByteTokenizer:
         return ids[ids != self.eot_id].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-_TOKENIZERS = {ByteTokenizer.name: ByteTokenizer}
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, run by the optional package ``tokenizers``.
+
+    Text that looks like a special token stays text; nothing is cut or padded. The package is imported when
+    something is encoded or decoded for the first time.
+    """
+
+    def __init__(self, file: TokenizerFile) -> None:
+        self._file = file
+        self.name = f"tokenizer.json {file.sha256} {file.eot_token}"
+        self.vocab_size = file.vocab_size
+        self.eot_id = file.eot_id
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`, without those that a template would add.
+
+        Raises:
+            UserError: the package is not installed, or the text encodes to the end-of-text id.
+        """
+        ids = np.array(self._encoder.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        if ids.size and ids.max() >= self.vocab_size:
+            highest = self.vocab_size - 1
+            raise UserError(f"{self._file.path} encodes to id {ids.max()}, its highest is {highest}")
+        if (ids == self.eot_id).any():
+            raise UserError(
+                f"a text encodes to {self._file.eot_token!r}, the token that ends a document, with "
+                f"{self._file.path}: take the token out of the text, or name another with data.eot_token"
+            )
+        return ids.astype(token_dtype(self.vocab_size))
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of `ids`; end-of-text ids add nothing."""
+        ids = np.asarray(ids)
+        return self._encoder.decode(ids[ids != self.eot_id].tolist(), skip_special_tokens=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to make the same tokenizer."""
+        return {key: value for key, value in vars(self).items() if key != "_encoder"}
+
+    @cached_property
+    def _encoder(self) -> Any:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UserError(f"{self._file.path} needs the package tokenizers: {_INSTALL}") from error
+        try:
+            encoder = Tokenizer.from_file(str(self._file.path))
+        except Exception as error:  # the package raises a bare Exception for whatever it cannot read
+            raise UserError(f"{self._file.path} is refused by the package tokenizers: {error}") from error
+        encoder.no_truncation()
+        encoder.no_padding()
+        encoder.encode_special_tokens = True
+        return encoder
 
 
-def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`.
+def get_tokenizer(name: str, file: str | None = None, eot_token: str | None = None) -> Tokenizer | None:
+    """The tokenizer that a config means; None for ``none``.
+
+    Args:
+        name: ``byte``, ``file`` or ``none``.
+        file: for ``file``, the path of a ``tokenizer.json``.
+        eot_token: for ``file``, the token that ends a document; None finds one by its usual names.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no such tokenizer, or the file cannot be used.
     """
-    if name not in _TOKENIZERS:
-        raise UserError(f"data.tokenizer={name!r}: expected one of {', '.join(_TOKENIZERS)}")
-    return _TOKENIZERS[name]()
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "file" and file is not None:
+        return HuggingFaceTokenizer(read_tokenizer_file(file, eot_token))
+    if name == "none":
+        return None
+    raise UserError(f"data.tokenizer={name!r}: expected byte, none, or file and data.tokenizer_file")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -17,7 +17,7 @@ from ms_zero.config import schema
 
 PACKAGE = Path(ms_zero.__file__).parent
 RUN = "a run config"
-OWNERS = {"RunConfig": RUN, "ModelConfig": "model", "RopeScaling": "model.rope_scaling"}
+OWNERS = {"RunConfig": RUN, "ModelConfig": "model", "RopeScaling": "model.rope_scaling", "DataPart": "data.parts"}
 OWNERS |= {owner.__name__: "model" for owner in schema.MODEL_FAMILIES.values()}
 OWNERS |= {owner.__name__: name for name, owner in schema.SECTIONS.items()}
 SECTIONS = set(OWNERS.values()) - {RUN}
@@ -168,6 +168,11 @@ def test_every_key_of_rope_scaling_is_read(package):
         name for name in schema.keys_of(schema.RopeScaling) if f"model.rope_scaling.{name}" not in reads
     ]
     assert unread == []
+
+
+def test_every_key_of_a_part_is_read(package):
+    reads, _, _ = package
+    assert [name for name in schema.keys_of(schema.DataPart) if f"data.parts.{name}" not in reads] == []
 
 
 @pytest.mark.parametrize(

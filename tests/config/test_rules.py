@@ -17,6 +17,9 @@ SCALING = "model.rope_scaling={factor: 8, low_freq_factor: %s, high_freq_factor:
 GPT = LLAMA.replace("llama", "gpt")
 GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
 RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
+TOKENIZER = Path(__file__).with_name("tokenizer.json")
+STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
+PARTS = "data.parts=[{source: %s, weight: 1}]"
 
 # rule, key of the finding, overrides that violate it, overrides next to them that do not, workers, config
 CASES = [
@@ -67,6 +70,69 @@ CASES = [
         1,
         GPT,
     ),
+    ("MZ031", "data.files", ["data.source=jsonl"], ["data.source=jsonl", "data.files=[a]"], 1, GPT),
+    ("MZ031", "data.files", ["data.source=megatron"], ["data.source=megatron", "data.files=[a]"], 1, GPT),
+    (
+        "MZ033",
+        "data.tokenizer_file",
+        ["data.tokenizer=file"],
+        ["data.tokenizer=file", f"data.tokenizer_file={TOKENIZER}"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ033",
+        "data.tokenizer_file",
+        ["data.tokenizer=file", f"data.tokenizer_file={TOKENIZER}", "data.eot_token=<eod>"],
+        ["data.tokenizer=file", f"data.tokenizer_file={TOKENIZER}", "data.eot_token=b"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ023",
+        "model.vocab_size",
+        ["data.tokenizer=file", f"data.tokenizer_file={TOKENIZER}", "model.vocab_size=4"],
+        ["data.tokenizer=file", f"data.tokenizer_file={TOKENIZER}", "model.vocab_size=5"],
+        1,
+        GPT,
+    ),
+    ("MZ034", "model.vocab_size", STORED, [*STORED, "model.vocab_size=9"], 1, GPT),
+    (
+        "MZ034",
+        "data.tokenizer",
+        ["data.tokenizer=none", "model.vocab_size=9"],
+        [*STORED, "model.vocab_size=9"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ034",
+        "data.tokenizer",
+        [PARTS % "jsonl, files: [a]", "data.source=mixture", "data.tokenizer=none", "model.vocab_size=9"],
+        [PARTS % "megatron, files: [a]", "data.source=mixture", "data.tokenizer=none", "model.vocab_size=9"],
+        1,
+        GPT,
+    ),
+    ("MZ035", "data.parts", ["data.source=mixture"], ["data.source=mixture", PARTS % "stdlib"], 1, GPT),
+    (
+        "MZ035",
+        "data.parts[0].files",
+        ["data.source=mixture", PARTS % "files"],
+        ["data.source=mixture", PARTS % "files, files: [a]"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ035",
+        "data.parts[0].files",
+        ["data.source=mixture", PARTS % "stdlib, files: [a]"],
+        ["data.source=mixture", PARTS % "stdlib, files: []"],
+        1,
+        GPT,
+    ),
+    ("MZ014", "data.parts", [PARTS % "stdlib"], [PARTS % "stdlib", "data.source=mixture"], 1, GPT),
+    ("MZ014", "data.eot_token", ["data.eot_token=b"], [], 1, GPT),
+    ("MZ014", "data.tokenizer_file", ["data.tokenizer_file=b"], [], 1, GPT),
     ("MZ040", "train.global_batch_size", ["train.micro_batch_size=7"], ["train.micro_batch_size=4"], 2, GPT),
     (
         "MZ041",
@@ -183,8 +249,8 @@ def test_rules_read_keys_that_exist():
 
 
 def test_the_table_of_tokenizers_agrees_with_the_tokenizers():
-    from ms_zero.config.derive import TOKENIZER_VOCAB
-    from ms_zero.data.tokenizer import get_tokenizer
+    from ms_zero.config.tokenizers import VOCAB_SIZES
+    from ms_zero.data import get_tokenizer
 
-    for name, size in TOKENIZER_VOCAB.items():
+    for name, size in VOCAB_SIZES.items():
         assert get_tokenizer(name).vocab_size == size

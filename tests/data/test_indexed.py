@@ -18,7 +18,7 @@ def test_every_dtype_is_read(tmp_path, pairs, dtype):
     indexed = IndexedTokens(pairs.write_pair(tmp_path / "data", DOCUMENTS, dtype))
     assert indexed.header.dtype == np.dtype(dtype)
     assert read_all(indexed) == DOCUMENTS
-    assert isinstance(indexed.tokens, np.memmap)
+    assert isinstance(indexed.tokens.base, np.memmap)
 
 
 def test_codes_are_those_of_the_format(pairs):

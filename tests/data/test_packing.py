@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from ms_zero.data.corpus import Document
-from ms_zero.data.packing import IGNORED_LABEL, PackedDataset, TokenStream, tokenize, unigram_entropy
+from ms_zero.data.packing import (
+    IGNORED_LABEL,
+    JoinedDataset,
+    PackedDataset,
+    add_counts,
+    tokenize,
+    unigram_entropy,
+)
+from ms_zero.data.stream import TokenStream
 from ms_zero.data.tokenizer import ByteTokenizer
 
 EOT = ByteTokenizer.eot_id
@@ -102,15 +110,37 @@ def test_a_dataset_needs_text():
 
 
 def test_unigram_entropy_of_known_distributions():
-    assert unigram_entropy(np.array([7], dtype=np.uint16)) == 0
-    assert unigram_entropy(np.arange(257, dtype=np.uint16)) == pytest.approx(math.log(257))
-    quarter = np.array([0, 0, 0, 5] * 10, dtype=np.uint8)
-    assert unigram_entropy(quarter) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert unigram_entropy(np.array([0, 0, 7])) == 0
+    assert unigram_entropy(np.ones(257)) == pytest.approx(math.log(257))
+    quarter = pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert unigram_entropy(np.array([30, 0, 0, 10])) == unigram_entropy(np.array([0.75, 0.25])) == quarter
 
 
-def test_unigram_entropy_of_more_tokens_than_one_chunk():
+def test_tokens_are_counted_across_chunks_up_to_a_limit():
     tokens = np.zeros((1 << 20) + 3, dtype=np.uint16)
     tokens[-3:] = [256, 1, 1]
-    _, counts = np.unique(tokens, return_counts=True)
-    probability = counts / tokens.size
-    assert unigram_entropy(tokens) == pytest.approx(-(probability * np.log(probability)).sum(), rel=1e-12)
+    dataset = PackedDataset(TokenStream(tokens, np.array([0, tokens.size])), 8)
+    counts = dataset.token_counts(1 << 30)
+    assert counts.tolist() == np.bincount(tokens).tolist()
+    assert dataset.token_counts(tokens.size - 2).tolist() == np.bincount(tokens[:-2]).tolist()
+    assert dataset.num_tokens == tokens.size and dataset.num_documents == 1
+
+
+def test_counts_of_different_lengths_add():
+    assert add_counts(np.array([1, 2]), np.array([3, 0, 5])).tolist() == [4, 2, 5]
+
+
+def test_joined_datasets_are_read_one_after_the_other():
+    parts = [PackedDataset(stream_of(text), 3) for text in ("abcdefgh", "i", "jklm")]
+    joined = JoinedDataset(parts)
+    assert len(joined) == 3 + 1 + 2 and joined.seq_len == 3
+    expected = [part.sample(index) for part in parts for index in range(len(part))]
+    for index, sample in enumerate(expected):
+        np.testing.assert_array_equal(joined.sample(index).input_ids, sample.input_ids)
+        np.testing.assert_array_equal(joined.sample(index).labels, sample.labels)
+    assert joined.num_documents == 3 and joined.num_tokens == 16
+    assert joined.token_counts(100).sum() == 16 and joined.token_counts(100)[EOT] == 3
+    assert joined.token_counts(8).sum() == 8 * 9 // 16 + 8 * 2 // 16 + 8 * 5 // 16
+    for index in (-1, 6):
+        with pytest.raises(AssertionError, match=f"sample {index} of 6"):
+            joined.sample(index)

@@ -4,8 +4,10 @@ import sys
 import numpy as np
 import pytest
 
-from ms_zero.data import IGNORED_LABEL, Omission, load_text
+from ms_zero.data import IGNORED_LABEL, ByteTokenizer, Omission, Source, load_text
 from ms_zero.errors import UserError
+
+BYTES = {"tokenizer": ByteTokenizer(), "vocab_size": 257}
 
 
 @pytest.fixture
@@ -16,15 +18,9 @@ def folder(tmp_path):
 
 
 def load(folder, **changes):
-    settings = {
-        "source": "files",
-        "files": ["*.txt"],
-        "tokenizer": "byte",
-        "seq_len": 16,
-        "validation_fraction": 0.2,
-        "base": folder,
-    }
-    return load_text(**settings | changes)
+    source = Source(changes.pop("source", "files"), changes.pop("files", ["*.txt"]))
+    settings = {"seq_len": 16, "validation_fraction": 0.2, "base": folder, **BYTES}
+    return load_text([source], **settings | changes)
 
 
 def text_of(dataset, tokenizer):
@@ -113,8 +109,8 @@ def test_without_validation(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "web"}, "data.source='web': expected stdlib or files"),
-        ({"tokenizer": "bpe"}, "data.tokenizer='bpe'"),
+        ({"source": "web"}, "data.source='web': expected stdlib, files, jsonl or megatron"),
+        ({"tokenizer": None}, "data.tokenizer=none cannot encode the text of source files"),
         ({"files": ["00.txt"]}, "one document"),
         ({"files": []}, "data.files is empty"),
     ],

@@ -34,8 +34,10 @@ def test_ids_outside_the_vocabulary_are_refused(bad):
 
 def test_tokenizers_are_found_by_name():
     assert isinstance(get_tokenizer("byte"), ByteTokenizer)
-    with pytest.raises(UserError, match=r"data.tokenizer='bytes': expected one of byte"):
-        get_tokenizer("bytes")
+    assert get_tokenizer("none") is None
+    for name in ("bytes", "file"):
+        with pytest.raises(UserError, match=f"data.tokenizer='{name}': expected byte, none, or file and"):
+            get_tokenizer(name)
 
 
 @pytest.mark.parametrize(
