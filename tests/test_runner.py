@@ -104,8 +104,11 @@ def resumed(comm, options, resume):
     run([*options, f"checkpoint.resume={resume}"], comm)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resume_on_the_same_layout_is_bitwise(options, tmp_path, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "more"), [(1, []), (2, ["data.reset_attention=true", "data.reset_positions=true"])]
+)
+def test_resume_on_the_same_layout_is_bitwise(options, tmp_path, world_size, more):
+    options = [*options, *more]
     run_workers(world_size, resumed, options, "never")
     whole = tmp_path / "run/checkpoints"
     again = [*options, f"train.output_dir={tmp_path}/again"]
