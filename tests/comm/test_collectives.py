@@ -88,6 +88,22 @@ def check_views_and_odd_shapes(comm, group):
         np.testing.assert_array_equal(result.asnumpy(), expected)
 
 
+def check_results_are_fresh(comm, group):
+    """Out of place: the input keeps its values and no result shares its storage."""
+    values = numbers(comm.rank, (4 * group.size, 3))
+    x = Tensor(values.copy())
+    for result in (
+        comm.all_reduce(x, group),
+        comm.all_gather(x, group),
+        comm.reduce_scatter(x, group),
+        comm.all_to_all(x, group),
+        comm.broadcast(x, group.ranks[0], group),
+    ):
+        assert not np.shares_memory(result.asnumpy(), x.asnumpy())
+        result.asnumpy()[...] = 7
+    np.testing.assert_array_equal(x.asnumpy(), values)
+
+
 def check_group(comm, group):
     for name, dtype in DTYPES.items():
         for shape in SHAPES if name in ("float32", "bfloat16") else SHAPES[1:2]:
@@ -95,6 +111,7 @@ def check_group(comm, group):
             check_movement(comm, group, dtype, shape)
         check_uneven_all_to_all(comm, group, dtype)
     check_views_and_odd_shapes(comm, group)
+    check_results_are_fresh(comm, group)
     comm.barrier(group)
 
 
