@@ -14,6 +14,7 @@ Measures of difference:
   cancels) is not compared by its rounding noise alone.
 """
 
+import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,9 +76,11 @@ class Result:
     divergence: Divergence | None = None
 
     def note(self, kind: str, difference: float, tolerance: float, divergence: Divergence) -> None:
-        """Record one comparison; anything that is not below the tolerance (nan too) diverges."""
+        """Record one comparison; a difference above the tolerance diverges, and nan counts as infinite."""
+        if math.isnan(difference):
+            difference = math.inf
         self.max_rel[kind] = max(self.max_rel.get(kind, 0.0), difference)
-        if not difference <= tolerance and self.divergence is None:
+        if difference > tolerance and self.divergence is None:
             self.divergence = divergence
 
 
@@ -150,8 +153,7 @@ def _compare_tensors(
     floor = FLOOR * max(float(np.abs(tensor).max()) for tensor in theirs.values())
     for name, reference in theirs.items():
         gap = np.abs(ours[name].astype(np.float64) - reference)
-        gap[np.isnan(gap)] = np.inf
-        at = np.unravel_index(int(gap.argmax()), gap.shape)
+        at = np.unravel_index(int(gap.argmax()), gap.shape)  # a nan is found before any number
         scale = max(float(np.abs(reference).max()), floor)
         difference = float(gap[at]) / scale
         place = f"{name}{[int(i) for i in at]}"

@@ -57,6 +57,21 @@ def test_the_first_difference_is_named_with_both_values(changes, what, where):
     assert result.divergence.value != result.divergence.reference
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("loss", {"losses": [3.0, np.nan]}), ("param", {"params": changed("a", (1, 1), np.nan)})],
+)
+def test_nan_is_an_infinite_difference(kind, changes):
+    assert compare(case(1), trace(**changes), trace(), Tolerance()).max_rel[kind] == np.inf
+
+
+def test_a_reference_of_zero_is_compared_absolutely():
+    zero = {"grad_norms": [0.0, 0.5]}
+    assert compare(case(1), trace(**zero), trace(**zero), Tolerance()).divergence is None
+    result = compare(case(1), trace(grad_norms=[0.25, 0.5]), trace(**zero), Tolerance())
+    assert result.max_rel["grad_norm"] == 0.25 and result.divergence.where == "step 1"
+
+
 def test_noise_in_a_parameter_without_gradient_is_measured_against_the_model():
     result = compare(case(1), trace(grads=changed("b", 0, 1e-9)), trace(), Tolerance())
     assert result.divergence is None
