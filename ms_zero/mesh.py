@@ -123,13 +123,6 @@ class Mesh:
             index = index * digit.size + rank // digit.stride % digit.size
         return index
 
-    def group_size(self, axes: Sequence[str]) -> int:
-        """Number of ranks in each group that spans `axes`."""
-        size = 1
-        for digit in self._split(axes)[0]:
-            size *= digit.size
-        return size
-
     def groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
         """All groups that span `axes`, ascending by their first rank: a partition of the world."""
         spanned, fixed = self._split(axes)
