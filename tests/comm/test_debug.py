@@ -55,12 +55,18 @@ def group_order(comm, rank):
         comm.all_reduce(ones(4), group)
 
 
+def circle_of_four(comm, rank):
+    """On a 2 x 2 mesh, ranks 0 and 3 use their two groups in the other order."""
+    tp = comm.new_group((0, 1) if rank < 2 else (2, 3), "tp")
+    dp = comm.new_group((rank % 2, rank % 2 + 2), "dp")
+    for group in (dp, tp) if rank in (0, 3) else (tp, dp):
+        comm.all_reduce(ones(4), group)
+
+
 def creation_order(comm, rank):
-    if rank == 2:
-        return
-    groups = [(0, 1), (0, 1, 2)]
-    for ranks in groups[:: 1 if rank else -1]:
-        comm.new_group(ranks)
+    for ranks in ((0, 1, 2), (0, 1)) if rank == 0 else ((0, 1), (0, 1, 2)):
+        if rank in ranks:
+            comm.new_group(ranks)
 
 
 def finishes_early(comm, rank):
@@ -125,6 +131,8 @@ MISMATCHES = {
     other_counts: (3, "rank 2 sends 1 rows to rank 0, which expects 2", ""),
     object_against_tensor: (2, "exchange on group world", "all_gather on group world"),
     group_order: (3, "the ranks wait for each other", "all_reduce on group pair (0, 1)"),
+    circle_of_four: (4, "rank 0: all_reduce on group dp (0, 2)", "rank 1: all_reduce on group tp (0, 1)"),
+    creation_order: (4, "the ranks wait for each other", "new_group on group new (0, 1)"),
     finishes_early: (2, "but rank 1 has finished; its last call was all_reduce", ""),
     skips_a_call: (3, "but rank 2 has finished", "hint: the first calls that matched but came"),
     other_message: (3, "a message and its receiver disagree: rank 0: send to rank 1", "shape (5,)"),
@@ -157,7 +165,7 @@ def outcomes(comm, names):
 @pytest.fixture(scope="module")
 def results():
     found = {}
-    together = [[f for f in MISMATCHES if MISMATCHES[f][0] == size and f not in ALONE] for size in (2, 3)]
+    together = [[f for f in MISMATCHES if MISMATCHES[f][0] == size and f not in ALONE] for size in (2, 3, 4)]
     for functions in (*together, *([function] for function in ALONE)):
         names = [function.__name__ for function in functions]
         ranks = run_workers(MISMATCHES[functions[0]][0], outcomes, names)
