@@ -6,8 +6,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ms_zero.cli.affinity import bind_to_share
+from ms_zero.cli.launch_preflight import check_output_dir
 from ms_zero.cli.launch_process import signal_at_parent_death
 from ms_zero.cli.launch_state import Place, WorkerReport, place_from_environment
 from ms_zero.errors import UserError
@@ -37,6 +39,11 @@ def run_in_place(work: Callable[[Place, WorkerReport], int]) -> int:
     except UserError as error:
         report.outcome("user_error", str(error))
         raise
+    except MemoryError as error:
+        advice = "take a smaller model or micro-batch, or a machine with more"
+        lack = UserError(f"out of memory: {str(error) or 'an allocation failed'}; {advice}")
+        report.outcome("user_error", str(lack))
+        raise lack from error
     except BaseException as error:
         raised_at = time.monotonic()
         if place.role == "single":
@@ -53,6 +60,7 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
     from ms_zero.config import load_config
 
     loaded = load_config(run, overrides, place.world_size)
+    check_output_dir(Path(loaded.config.train.output_dir))
 
     target = loaded.config.hardware.target
     if target == "CPU":

@@ -13,7 +13,7 @@ from ms_zero.errors import UserError
 
 
 @pytest.fixture
-def runner(monkeypatch):
+def runner(monkeypatch, tmp_path):
     """Replaces ms_zero.runner and ms_zero.comm; `runner.run` is for the test to set."""
     fake_runner, fake_comm = types.ModuleType("ms_zero.runner"), types.ModuleType("ms_zero.comm")
     fake_comm.local = lambda target: "local"
@@ -24,6 +24,7 @@ def runner(monkeypatch):
     for name in ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_ZERO_STATE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(train_module, "signal_at_parent_death", lambda number: None)
+    monkeypatch.chdir(tmp_path)
     return fake_runner
 
 
@@ -88,6 +89,24 @@ def test_any_other_end_is_reported_with_a_traceback_in_the_log(runner, worker, c
     assert outcome.status == "error" and outcome.message.startswith(type(error).__name__)
     assert "\n" not in outcome.message
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "Unable to allocate 16.0 TiB"])
+def test_lack_of_memory_is_an_error_of_the_user(runner, worker, capsys, text):
+    def run(loaded, comm):
+        raise MemoryError(text)
+
+    runner.run = run
+    assert main(["train", run_file()]) == 2
+    assert read_outcome(worker, 1).status == "user_error"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ms-zero: error: out of memory: ") and text in line
+
+
+def test_an_output_dir_that_is_a_file_is_refused_before_mindspore_is_imported(runner, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["train", run_file(), f"train.output_dir={tmp_path}/file"]) == 2
+    assert "train.output_dir: cannot write to" in capsys.readouterr().err
 
 
 def test_alone_an_unexpected_error_keeps_its_traceback(runner):
