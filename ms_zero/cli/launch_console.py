@@ -19,6 +19,11 @@ def is_noise(line: str) -> bool:
     return bool(_NOISE.match(line) or _PYTHON_WARNING.match(line))
 
 
+def is_verdict(line: str) -> bool:
+    """Whether a log line is a user's error, which the launcher says itself."""
+    return line.startswith("ms-zero: error: ")
+
+
 def is_progress(line: str) -> bool:
     """Whether a log line reports a training step."""
     return bool(_PROGRESS.match(line))
@@ -91,7 +96,7 @@ class Console:
     def relay(self, lines: Iterable[str]) -> None:
         """Show lines of a worker's log."""
         for line in lines:
-            if is_noise(line):
+            if is_noise(line) or is_verdict(line):
                 continue
             if is_progress(line):
                 self.progress(line)

@@ -3,8 +3,8 @@
 PID is the launcher, the parent of this process. Its death must end msrun even when it is SIGKILL and the
 launcher can clean up nothing; the kernel's parent-death signal survives the change to another program.
 
-A batch system that ends a job sends SIGTERM to all its processes at once. msrun and the scheduler must outlive
-the workers, which save first; ignoring the signal is inherited by them. Workers undo it.
+A batch system that ends a job sends SIGTERM to all its processes at once. msrun and the scheduler must
+outlive the workers, which save first; ignoring the signal is inherited by them. Workers undo it.
 """
 
 import os

@@ -248,6 +248,8 @@ def _conclude(job: Job, failure: Failure, requests: Sequence[int], errors: Conso
         errors.line(f"ms-zero: last lines of {failure.log}:")
         for line in lines:
             errors.line(f"  | {line}")
+    else:
+        errors.line(f"ms-zero: {failure.log} says nothing about it")
     errors.line(f"ms-zero: every process of the job has been stopped; logs: {job.log_dir}")
     if job.cluster.nodes > 1 and not failure.elsewhere:
         errors.line("ms-zero: the cause may lie on another node: compare the messages of all launchers")

@@ -7,6 +7,7 @@ death can be the cause of a peer's report within the same tenth of a second, but
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ms_zero.cli import launch_state
+from ms_zero.cli.launch_console import tail
 from ms_zero.cli.launch_process import (
     ProcessStat,
     children_of,
@@ -23,6 +25,7 @@ from ms_zero.cli.launch_process import (
 )
 
 _ZOMBIE_PATIENCE_S = 0.25
+_SILENT_WORKER = re.compile(r"worker (\d+) is the first one timed out")  # as MindSpore's scheduler says it
 
 
 @dataclass(frozen=True)
@@ -159,10 +162,24 @@ class Watch:
             what = "was killed or crashed: it vanished without a word"
         elif stat.wait_status == 0:
             return None
+        elif (silent := self._silent_worker()) is not None:
+            return self._silence(silent, now)
         else:
             what = describe_wait_status(stat.wait_status)
         who = f"the scheduler (pid {self._scheduler.pid})"
         return Failure(who, what, self._log_dir / "scheduler.log", now)
+
+    def _silent_worker(self) -> int | None:
+        """The rank that the scheduler gave up on before it ended."""
+        found = (_SILENT_WORKER.search(line) for line in tail(self._log_dir / "scheduler.log", 100))
+        return next((int(match[1]) for match in found if match), None)
+
+    def _silence(self, rank: int, now: float) -> Failure:
+        what = "gave the scheduler no sign of life for too long: it is stopped, swapped out or unreachable"
+        worker = self._workers.get(rank)
+        if worker is None:
+            return Failure(f"worker {rank} on another node", what, self._log_dir / "scheduler.log", now)
+        return Failure(worker.who, what, worker.log, now)
 
     def _look_at(self, worker: _Worker, now: float) -> Failure | None:
         registration = launch_state.read_registration(self._state_dir, worker.rank)

@@ -1,7 +1,7 @@
 """A worker that trains nothing: `stand_in.py ACTION ACTION ...` gives one action per rank.
 
 Actions: ok, loop, unready, hang, error, user-error, die-early, absent, quiet-exit, kill-self, kill-scheduler,
-orphan, noisy.
+orphan, noisy, silent.
 """
 
 import os
@@ -18,6 +18,8 @@ from ms_zero.cli.launch_state import WorkerReport, place_from_environment, read_
 def scheduler(place):
     """Ends when every worker has; stays for ever when one has died, as the real one does for long."""
     while True:
+        if (place.state_dir / "silent").exists():
+            sys.exit("Timed out node list is: [const vector]{0}, worker 0 is the first one timed out")
         outcomes = [read_outcome(place.state_dir, rank) for rank in range(place.world_size)]
         if all(outcome is not None and outcome.status == "ok" for outcome in outcomes):
             return
@@ -62,6 +64,9 @@ def work(action, report, place):
     elif action == "kill-scheduler":
         steps(2)
         os.kill(scheduler_pid(), signal.SIGKILL)
+        time.sleep(1000)
+    elif action == "silent":  # the scheduler hears nothing any more
+        Path(place.state_dir / "silent").touch()
         time.sleep(1000)
     elif action == "orphan":
         subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -70,6 +70,12 @@ def test_on_a_terminal_a_step_line_stays_from_time_to_time(monkeypatch):
     assert stream.getvalue() == f"{step_line(1)}\n"
 
 
+def test_an_error_of_the_user_is_left_to_the_launcher():
+    stream = io.StringIO()
+    Console(stream).relay(["ms-zero: error: no such corpus", "ms-zero: stopping"])
+    assert stream.getvalue() == "ms-zero: stopping\n"
+
+
 def test_reader_that_goes_away_silences_the_console():
     class Broken(io.StringIO):
         def flush(self):
