@@ -78,9 +78,14 @@ class Monitor:
         self.close()
 
     def _print(self, line: str) -> None:
-        if self._console is not None:
+        """Show a line; a reader that went away, or a full disk behind it, must not end a training."""
+        if self._console is None:
+            return
+        try:
             self._console.write(line + "\n")
             self._console.flush()
+        except OSError:
+            self._console = None
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
         if self._file is None:

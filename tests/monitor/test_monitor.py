@@ -110,6 +110,18 @@ def test_the_console_gets_lines_for_people():
     assert console.getvalue() == format_line(RECORD) + "\neval: step 20  loss 2.7183  text a b\n"
 
 
+def test_a_reader_that_goes_away_silences_the_console_only(tmp_path):
+    class Broken(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    path = tmp_path / "metrics.jsonl"
+    with Monitor(Broken(), path) as monitor:
+        monitor.message("one")
+        monitor.message("two")
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["one", "two"]
+
+
 def test_a_monitor_without_outputs_is_quiet(capsys):
     with Monitor() as monitor:
         monitor.log(RECORD)
