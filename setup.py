@@ -65,6 +65,9 @@ setup(
         "numpy>=1.26,<2",
         "pyyaml>=6.0",
     ],
-    extras_require={"test": ["pytest>=8", "ruff>=0.8", "safetensors>=0.4", "setuptools>=64", "wheel"]},
+    extras_require={
+        "tokenizers": ["tokenizers>=0.20"],
+        "test": ["pytest>=8", "ruff>=0.8", "safetensors>=0.4", "setuptools>=64", "wheel"],
+    },
     entry_points={"console_scripts": ["ms-zero = ms_zero.cli.main:main"]},
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
-from ms_zero.config import DataPart, Loaded, RunConfig, TrainConfig, dump, mesh_of
-from ms_zero.data import BatchSchedule, MixtureData, Source, TextData, get_tokenizer, load_text
+from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of
+from ms_zero.data import BatchSchedule, MixtureData, TextData
+from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
 from ms_zero.hardware import peak_flops
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
@@ -78,23 +79,6 @@ def build_batch_schedule(train: TrainConfig) -> BatchSchedule:
         increment=train.rampup_increment or 0,
         samples=train.rampup_samples,
     )
-
-
-def load_data(config: RunConfig) -> TextData | MixtureData:
-    """The corpus of a run, tokenized, split and packed."""
-    data = config.data
-    mixed = data.source == "mixture"
-    return load_text(
-        [_source(part) for part in data.parts] if mixed else [Source(data.source, data.files)],
-        tokenizer=get_tokenizer(data.tokenizer, data.tokenizer_file, data.eot_token),
-        vocab_size=config.model.vocab_size,
-        seq_len=data.seq_len,
-        validation_fraction=data.validation_fraction,
-    )
-
-
-def _source(part: DataPart) -> Source:
-    return Source(part.source, part.files, part.weight)
 
 
 class StopFlag:

@@ -198,6 +198,14 @@ def _doctor(argv: Sequence[str]) -> int:
     )
 
 
+def _data(argv: Sequence[str]) -> int:
+    from ms_zero.cli.data import add_actions, run_action
+
+    parser = _Parser(prog="ms-zero data", description="Prepare and check data.")
+    add_actions(parser)
+    return run_action(parser.parse_args(argv))
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
     parser.add_argument("--workers", type=int, metavar="N", help=help_text)
@@ -215,5 +223,6 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lint": ("list all that is wrong or doubtful in a run file", _lint),
     "explain": ("explain the id of a finding, a section or a key", _explain),
     "config": ("show the effective config and where each value is from", _config),
+    "data": ("encode text to token files, or check data", _data),
     "doctor": ("check this machine and installation", _doctor),
 }

@@ -198,12 +198,12 @@ def _expand(pattern: str, base: Path) -> list[Path]:
         if path.exists():
             return [path.parent.resolve() / path.name]
         if not any(sign in pattern for sign in "*?["):
-            raise UserError(f"data file {pattern} does not exist under {base.absolute()}: correct data.files")
+            raise UserError(f"data file {pattern} does not exist under {base.absolute()}: correct the path")
         # root_dir keeps signs in the name of the base folder literal; pathlib refuses absolute patterns.
         matches = sorted(glob.glob(str(Path(pattern).expanduser()), root_dir=base, recursive=True))  # noqa: PTH207
         files = [base / match for match in matches if not (base / match).is_dir()]
         if not files:
-            raise UserError(f"data glob {pattern} matches no file in {base.absolute()}: correct data.files")
+            raise UserError(f"data glob {pattern} matches no file in {base.absolute()}: correct the path")
         return [file.parent.resolve() / file.name for file in files]
     except (OSError, RuntimeError) as error:  # a name too long, a folder without permission, an unknown ~user
         raise UserError(f"data file {pattern} cannot be looked up: {error}") from error
@@ -224,10 +224,10 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(
             f"data file {path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start}; convert it, for example with iconv, or leave it out of data.files"
+            f"{error.start}; convert it, for example with iconv, or leave it out"
         ) from error
     if not text:
-        raise UserError(f"data file {path} is empty: leave it out of data.files")
+        raise UserError(f"data file {path} is empty: leave it out")
     return text
 
 
