@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class BatchSchedule:
     """Global batch size of a step, as Megatron's batch ramp-up.
 
-    It starts at ``start``, grows by ``increment`` and reaches ``full`` after ``samples`` samples; each size in
-    between lasts for an equal share of them. ``samples`` 0 means ``full`` from the first step.
+    It starts at ``start``, grows by ``increment`` and reaches ``full`` after ``samples`` samples; each size
+    in between lasts for an equal share of them. ``samples`` 0 means ``full`` from the first step.
 
     Attributes:
         full: final global batch size.

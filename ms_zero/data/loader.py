@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ms_zero import rng
 from ms_zero.data.cursor import Cursor, check_cursor
 from ms_zero.data.packing import Sample
+from ms_zero.data.shuffle import Shuffle
 
 
 class Dataset(Protocol):
@@ -129,7 +129,7 @@ class Loader(SampleSequence):
         super().__init__(seq_len=dataset.seq_len, seed=seed, fingerprint=fingerprint, corpus=corpus)
         self.dataset = dataset
         self._seed, self._shuffle = seed, shuffle
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._epoch, self._order = 0, self._epoch_order(0)
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -142,11 +142,11 @@ class Loader(SampleSequence):
     def index_of(self, sample_number: int) -> int:
         """Dataset index of a place in the sequence of samples."""
         epoch, place = divmod(sample_number, len(self.dataset))
-        return int(self._epoch_order(epoch)[place]) if self._shuffle else place
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        """The order of one epoch; only the last one asked for is kept, since reading moves forward."""
+        if not self._shuffle:
+            return place
         if epoch != self._epoch:
-            self._order = rng.permutation(self._seed, f"data order/epoch {epoch}", len(self.dataset))
-            self._epoch = epoch
-        return self._order
+            self._epoch, self._order = epoch, self._epoch_order(epoch)
+        return self._order(place)
+
+    def _epoch_order(self, epoch: int) -> Shuffle:
+        return Shuffle(self._seed, f"data order/epoch {epoch}", len(self.dataset))

@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from ms_zero import rng
 from ms_zero.data.loader import Loader
 from ms_zero.data.packing import PackedDataset, Sample
+from ms_zero.data.shuffle import Shuffle
 from ms_zero.data.stream import TokenStream
 from ms_zero.errors import UserError
 
@@ -94,6 +94,11 @@ def test_every_epoch_holds_every_sample_once(size):
         assert sorted(sequence[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
+def test_a_giant_epoch_costs_nothing():
+    loader = loader_of(10**12)
+    assert len(set(map(loader.index_of, range(10**12 - 500, 10**12 + 500)))) == 1000
+
+
 def test_epochs_differ_in_order():
     sequence = read(loader_of(), 0, 69)
     assert len({tuple(sequence[start : start + 23]) for start in (0, 23, 46)}) == 3
@@ -103,8 +108,8 @@ def test_a_batch_may_span_several_epochs():
     assert read(loader_of(3), 1, 10) == read(loader_of(3), 0, 11)[1:]
 
 
-def test_order_is_the_seeds_permutation():
-    order = rng.permutation(7, "data order/epoch 1", 23).tolist()
+def test_order_is_the_seeds_shuffle():
+    order = [Shuffle(7, "data order/epoch 1", 23)(place) for place in range(23)]
     assert read(loader_of(seed=7), 23, 23) == order
     assert read(loader_of(seed=8), 23, 23) != order
 
