@@ -41,6 +41,7 @@ def launch(
         log_dir=output_dir / "logs",
         cluster_timeout_s=cluster_timeout,
     )
+    launch_preflight.check_memory(cluster.local_workers)
     launch_preflight.check_mindspore()
     launch_preflight.check_output_dir(output_dir)
     launch_preflight.check_not_running(job.state_dir)

@@ -17,6 +17,7 @@ from ms_zero.errors import UserError
 
 DEFAULT_PORT = 8118
 _RESOLVE_TIMEOUT_S = 10.0
+_WORKER_BYTES = 256 * 2**20  # what a worker takes before it has a model: mindspore and its threads
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,17 @@ def _is_own_address(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_memory(local_workers: int) -> None:
+    """Refuse more workers on this machine than could even start: it would be brought down."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fit = total // _WORKER_BYTES
+    if local_workers > fit:
+        raise UserError(
+            f"--workers: {local_workers} on this machine need more than its {total / 2**30:.0f} GiB of memory: "
+            f"start at most {fit} here, or spread them over --nodes"
+        )
 
 
 def check_output_dir(output_dir: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ms_zero.cli import launch_preflight
-from ms_zero.cli.launch_preflight import Cluster, check_cluster, check_output_dir, resolve
+from ms_zero.cli.launch_preflight import Cluster, check_cluster, check_memory, check_output_dir, resolve
 from ms_zero.errors import UserError
 
 
@@ -90,3 +90,9 @@ def test_output_dir_is_made_or_refused(tmp_path):
         check_output_dir(tmp_path / "file" / "out")
     with pytest.raises(UserError, match="cannot write to /proc/out"):
         check_output_dir(launch_preflight.Path("/proc/out"))
+
+
+def test_more_workers_than_the_memory_holds_are_refused():
+    check_memory(2)
+    with pytest.raises(UserError, match=r"1000000 on this machine need more than its \d+ GiB.* at most \d+ here"):
+        check_memory(1_000_000)
