@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -74,6 +75,7 @@ def tokenize(
         raise UserError("--eot-token has no effect on the byte tokenizer: remove it")
     encoder = get_tokenizer("byte") if tokenizer == "byte" else get_tokenizer("file", tokenizer, eot_token)
     progress = Progress(sys.stderr)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after cleaning up
     try:
         written = tokenize_files(
             inputs,
@@ -85,6 +87,7 @@ def tokenize(
             on_progress=progress.show,
         )
     finally:
+        signal.signal(signal.SIGTERM, before)
         progress.close()
     empty = f"; left out {written.empty:,} empty" if written.empty else ""
     print(

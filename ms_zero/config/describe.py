@@ -9,7 +9,7 @@ from ms_zero.config import schema
 from ms_zero.config.explanations import Explanation
 from ms_zero.config.findings import show
 from ms_zero.config.rules import EXPLANATIONS, RULES
-from ms_zero.config.values import expected, nested_section
+from ms_zero.config.values import expected, item_section, nested_section
 from ms_zero.errors import UserError, one_line
 from ms_zero.resources import nearest
 
@@ -61,7 +61,7 @@ def _entries() -> Iterator[_Entry]:
 def _entries_of(prefix: str, section: type, family: str) -> Iterator[_Entry]:
     for name, (spec, annotation) in schema.keys_of(section).items():
         yield _Entry(f"{prefix}.{name}", family, spec, annotation)
-        nested = nested_section(annotation)
+        nested = nested_section(annotation) or item_section(annotation)
         if nested is not None:
             yield from _entries_of(f"{prefix}.{name}", nested, family)
 
@@ -107,7 +107,7 @@ def _key_lines(entries: list[_Entry]) -> list[str]:
         lines += _paragraph("meaning", entry.spec.doc)
         lines += _paragraph("takes", expected(entry.spec, entry.annotation))
         lines += _paragraph("default", _default(entry.spec))
-        nested = nested_section(entry.annotation)
+        nested = nested_section(entry.annotation) or item_section(entry.annotation)
         if nested is not None:
             lines += _paragraph("keys", ", ".join(f"{entry.path}.{name}" for name in schema.keys_of(nested)))
         if entry.spec.used_when is not None:

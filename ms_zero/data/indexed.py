@@ -220,7 +220,7 @@ class IndexedWriter:
         try:
             self._bin = self._parts[0].open("wb")
         except OSError as error:
-            raise UserError(f"cannot write {_bin(self.prefix)}: {error.strerror}") from error
+            raise self._failed(error) from error
         self._lengths: list[np.ndarray] = []
         self.num_tokens = 0
 
@@ -229,7 +229,10 @@ class IndexedWriter:
         assert tokens.dtype == self._dtype and tokens.size == lengths.sum(), "lengths do not fit the ids"
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
             raise UserError(f"a document has {lengths.max():,} ids, the format holds 2^31 - 1: split it")
-        self._bin.write(tokens.tobytes())
+        try:
+            self._bin.write(tokens.tobytes())
+        except OSError as error:
+            raise self._failed(error) from error
         self._lengths.append(lengths.astype("<i4"))
         self.num_tokens += tokens.size
 
@@ -243,12 +246,15 @@ class IndexedWriter:
             if kind is None:
                 self._publish()
         except OSError as failure:
-            raise UserError(f"cannot write {self.prefix}.bin and .idx: {failure.strerror}") from failure
+            raise self._failed(failure) from failure
         finally:
             with suppress(OSError):
                 self._bin.close()
             for part in self._parts:
                 part.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(f"cannot write {_bin(self.prefix)} and .idx: {error.strerror}")
 
     def _publish(self) -> None:
         self._bin.flush()

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -182,3 +184,45 @@ def test_progress_is_rare_elsewhere():
         progress.show(done, 1000, done)
     progress.close()
     assert stream.getvalue() == ""
+
+
+HANGING = """\
+import sys, time
+from ms_zero.cli.main import main
+from ms_zero.data import prepare
+prepare.encode_unit = lambda unit, tokenizer: time.sleep(600)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopping_leaves_nothing_behind(cli, tmp_path, number, status):
+    before = sorted(tmp_path.iterdir())
+    command = [sys.executable, "-c", HANGING, "data", *BYTE, "--workers", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob(".o.bin.*.part")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status and b"Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+FULL = """\
+import resource, sys
+from ms_zero.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("inputs", [["a.jsonl"], ["tiny.jsonl"]])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing_behind(cli, tmp_path, inputs):
+    (tmp_path / "tiny.jsonl").write_text('{"text": "0123456789"}\n' * 4)
+    before = sorted(tmp_path.iterdir())
+    command = ["tokenize", *inputs, "--output", "o", "--tokenizer", "byte"]
+    result = python("-c", FULL, "data", *command, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "ms-zero: error: cannot write o.bin and .idx: File too large\n"
+    assert sorted(tmp_path.iterdir()) == before

@@ -65,7 +65,7 @@ def test_a_writer_that_fails_leaves_the_old_pair_and_nothing_else(tmp_path, pair
 
 
 def test_a_writer_names_the_target_it_cannot_write(tmp_path):
-    with pytest.raises(UserError, match=r"cannot write .*none/data.bin: No such file"):
+    with pytest.raises(UserError, match=r"cannot write .*none/data.bin and .idx: No such file"):
         IndexedWriter(tmp_path / "none" / "data", np.uint16)
 
 
