@@ -147,7 +147,7 @@ def check_memory(local_workers: int) -> None:
     fit = total // _WORKER_BYTES
     if local_workers > fit:
         raise UserError(
-            f"--workers: {local_workers} on this machine need more than its {total / 2**30:.0f} GiB of memory: "
+            f"--workers: {local_workers} here need more than the {total / 2**30:.0f} GiB of memory: "
             f"start at most {fit} here, or spread them over --nodes"
         )
 

@@ -94,5 +94,5 @@ def test_output_dir_is_made_or_refused(tmp_path):
 
 def test_more_workers_than_the_memory_holds_are_refused():
     check_memory(2)
-    with pytest.raises(UserError, match=r"1000000 on this machine need more than its \d+ GiB.* at most \d+ here"):
+    with pytest.raises(UserError, match=r"1000000 here need more than the \d+ GiB .* at most \d+ here"):
         check_memory(1_000_000)
