@@ -184,19 +184,35 @@ def load_text(
     Raises:
         UserError: a source is unknown, a file is unusable, or a part would be empty.
     """
+    settings = _Settings(tokenizer, vocab_size, seq_len, validation_fraction, base)
+    if len(sources) == 1:
+        return settings.load(sources[0])
     parts = []
-    for source in sources:
-        if source.kind == "megatron":
-            reader = _IndexedReader(tokenizer, vocab_size, seq_len, validation_fraction)
-            parts.append(reader.load(source.files, base))
-        elif tokenizer is None:
-            raise UserError(f"data.tokenizer=none cannot encode the text of source {source.kind}: name one")
-        else:
-            corpus = _corpus(source, base)
-            parts.append(_pack_text(corpus, tokenizer, seq_len, validation_fraction))
-    if len(parts) == 1:
-        return parts[0]
+    for number, source in enumerate(sources):
+        try:
+            parts.append(settings.load(source))
+        except UserError as error:
+            raise UserError(f"data.parts[{number}]: {error}") from error
     return MixtureData(tuple(parts), tuple(source.weight for source in sources), seq_len)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all sources of a run have in common."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    seq_len: int
+    validation_fraction: float
+    base: Path | None
+
+    def load(self, source: Source) -> TextData:
+        if source.kind == "megatron":
+            return _load_indexed(source.files, self)
+        if self.tokenizer is None:
+            raise UserError(f"data.tokenizer=none cannot encode the text of source {source.kind}: name one")
+        corpus = _corpus(source, self.base)
+        return _pack_text(corpus, self.tokenizer, self.seq_len, self.validation_fraction)
 
 
 def _corpus(source: Source, base: Path | None) -> Corpus:
@@ -221,56 +237,53 @@ def _pack_text(corpus: Corpus, tokenizer: Tokenizer, seq_len: int, validation_fr
     )
 
 
-@dataclass(frozen=True)
-class _IndexedReader:
-    """Makes datasets of ``.bin``/``.idx`` pairs. The last documents of each pair are for validation.
+def _load_indexed(prefixes: Sequence[str], settings: _Settings) -> TextData:
+    """Datasets of ``.bin``/``.idx`` pairs. The last documents of each pair are for validation.
 
     A pair of one document is for training whole.
     """
-
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    seq_len: int
-    validation_fraction: float
-
-    def load(self, prefixes: Sequence[str], base: Path | None) -> TextData:
-        found = find_files([f"{strip_suffix(prefix)}.idx" for prefix in prefixes], base)
-        train: list[PackedDataset] = []
-        validation: list[PackedDataset] = []
-        digest = hashlib.sha256(f"ms_zero megatron 1 {self.tokenizer and self.tokenizer.name}".encode())
-        for path in found.names:
-            indexed = _open(path)
-            eot_id = self._missing_eot(indexed)
-            border = _validation_border(indexed, self.validation_fraction)
-            train += self._pack(indexed, 0, border, eot_id)
-            validation += self._pack(indexed, border, len(indexed), eot_id)
-            digest.update(f"{indexed.fingerprint()} {border} {eot_id}".encode())
-        if not train or (self.validation_fraction > 0 and not validation):
-            raise UserError(
-                f"data.validation_fraction={self.validation_fraction} leaves no document for "
-                f"{'validation' if train else 'training'} in {found.describe('token')}: change it"
-            )
-        return TextData(
-            train=JoinedDataset(train),
-            validation=JoinedDataset(validation) if validation else None,
-            tokenizer=self.tokenizer,
-            fingerprint=digest.hexdigest(),
-            corpus=found.describe("token"),
-            omitted=found.omitted,
+    found = find_files([f"{strip_suffix(prefix)}.idx" for prefix in prefixes], settings.base)
+    tokenizer, fraction = settings.tokenizer, settings.validation_fraction
+    train: list[PackedDataset] = []
+    validation: list[PackedDataset] = []
+    digest = hashlib.sha256(f"ms_zero megatron 1 {tokenizer and tokenizer.name}".encode())
+    for path in found.names:
+        indexed = _open(path)
+        eot_id = _missing_eot(indexed, tokenizer)
+        border = _validation_border(indexed, fraction)
+        train += _pack_indexed(indexed, range(border), eot_id, settings)
+        validation += _pack_indexed(indexed, range(border, len(indexed)), eot_id, settings)
+        digest.update(f"{indexed.fingerprint()} {border} {eot_id}".encode())
+    if not train or (fraction > 0 and not validation):
+        raise UserError(
+            f"data.validation_fraction={fraction} leaves no document for "
+            f"{'validation' if train else 'training'} in {found.describe('token')}: change it"
         )
+    return TextData(
+        train=JoinedDataset(train),
+        validation=JoinedDataset(validation) if validation else None,
+        tokenizer=tokenizer,
+        fingerprint=digest.hexdigest(),
+        corpus=found.describe("token"),
+        omitted=found.omitted,
+    )
 
-    def _missing_eot(self, indexed: IndexedTokens) -> int | None:
-        """The id to put after each document; None when it is there, or when nothing is known of it."""
-        if self.tokenizer is None or ends_with_eot(indexed, self.tokenizer.eot_id):
-            return None
-        return self.tokenizer.eot_id
 
-    def _pack(self, indexed: IndexedTokens, first: int, stop: int, eot_id: int | None) -> list[PackedDataset]:
-        """One dataset, or none when there is nothing to predict."""
-        if first == stop:
-            return []
-        stream = IndexedStream(indexed, first, stop, eot_id)
-        return [PackedDataset(stream, self.seq_len, self.vocab_size)] if stream.size > 1 else []
+def _missing_eot(indexed: IndexedTokens, tokenizer: Tokenizer | None) -> int | None:
+    """The id to put after each document; None when it is there, or when nothing is known of it."""
+    if tokenizer is None or ends_with_eot(indexed, tokenizer.eot_id):
+        return None
+    return tokenizer.eot_id
+
+
+def _pack_indexed(
+    indexed: IndexedTokens, documents: range, eot_id: int | None, settings: _Settings
+) -> list[PackedDataset]:
+    """One dataset, or none when there is nothing to predict."""
+    if not documents:
+        return []
+    stream = IndexedStream(indexed, documents.start, documents.stop, eot_id)
+    return [PackedDataset(stream, settings.seq_len, settings.vocab_size)] if stream.size > 1 else []
 
 
 def _open(path: Path) -> IndexedTokens:

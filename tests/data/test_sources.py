@@ -212,3 +212,9 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_distribution(folder):
     assert load(folder, *SOURCES["mixture"], validation_fraction=0).validation_entropy() is None
     with pytest.raises(UserError, match="keeps nothing for validation"):
         load(folder, *SOURCES["mixture"], validation_fraction=0).validation_loader()
+
+
+def test_what_is_wrong_in_a_part_is_told_with_its_number(folder):
+    (folder / "notes.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"data.parts\[2\]: data file .*notes.txt is not UTF-8"):
+        load(folder, *SOURCES["mixture"])
