@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -226,3 +228,18 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing_behind(cli, tmp_path
     assert result.returncode == 2
     assert result.stderr == "ms-zero: error: cannot write o.bin and .idx: File too large\n"
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_page_about_data_works(cli, tmp_path):
+    page = (Path(ms_zero.__file__).parents[1] / "docs" / "data.md").read_text()
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "a.jsonl").rename(tmp_path / "corpus.jsonl")
+    for command in commands.splitlines():
+        name, *argv = shlex.split(command)
+        assert name == "ms-zero" and cli(*argv)[0] == 0
+    runs = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(runs) == 2
+    for number, text in enumerate(runs):
+        (tmp_path / f"run{number}.yaml").write_text(text)
+        status, out, _ = cli("data", "lint", f"run{number}.yaml")
+        assert (status, out) == (0, f"run{number}.yaml: usable: errors: 0, warnings: 0\n")
