@@ -1,0 +1,79 @@
+"""The pages in docs/: their programs, files and commands run."""
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ms_zero.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(command, cwd):
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "OMP_WAIT_POLICY": "passive"}
+    environment |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+ENGLISH = sorted(path.name for path in DOCS.glob("*.md") if ".zh-CN." not in path.name)
+
+
+@pytest.mark.parametrize("page", ENGLISH)
+def test_the_chinese_page_has_the_same_code(page):
+    twin = page.replace(".md", ".zh-CN.md")
+    for language in ("python", "bash", "yaml", "text"):
+        assert blocks(page, language) == blocks(twin, language), language
+    headings = [len(re.findall(r"^#+ ", (DOCS / name).read_text(), re.MULTILINE)) for name in (page, twin)]
+    assert headings[0] == headings[1]
+
+
+def test_the_own_model_gives_the_same_numbers_alone_and_on_two_workers(tmp_path):
+    (program,) = blocks("own-model.md", "python")
+    (tmp_path / "own_model.py").write_text(program)
+    (commands,) = blocks("own-model.md", "bash")
+    printed = []
+    for command in commands.splitlines():
+        shown = run(command.replace("msrun ", f"msrun --master_port={free_port()} "), tmp_path)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        logs = "".join(path.read_text() for path in tmp_path.glob("worker_*.log"))
+        printed.append(re.findall(r"step \d+  loss ([\d.]+)  norm ([\d.]+)", shown.stdout + logs)[:3])
+    alone, together = printed
+    assert len(alone) == 3
+    assert [[float(n) for n in line] for line in alone] == [
+        pytest.approx([float(n) for n in line], rel=1e-4) for line in together
+    ]
+    assert float(alone[-1][0]) < float(alone[0][0])
+
+
+def test_the_run_files_of_the_page_load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(blocks("run-file.md", "yaml")):
+        (tmp_path / f"run{number}.yaml").write_text(text)
+        load_config(tmp_path / f"run{number}.yaml", world_size=2)
+
+
+def test_the_commands_of_the_run_file_page_run(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "my-run.yaml").write_text(blocks("run-file.md", "yaml")[0])
+    commands = [line for block in blocks("run-file.md", "bash") for line in block.splitlines()]
+    assert commands
+    for command in commands:
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
