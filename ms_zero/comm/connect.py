@@ -43,8 +43,14 @@ def _check_target(target: str) -> None:
 def _prepare_device(target: str) -> None:
     if target == "CPU":
         _compat.launch_blocking()
-    else:
+        return
+    try:
         mindspore.set_device(target)
+    except RuntimeError as error:
+        raise UserError(
+            f"hardware.target={target}: MindSpore finds no such device here; "
+            f"`ms-zero doctor --target {target}` tells what is missing"
+        ) from error
 
 
 def connect(target: str) -> Communicator:

@@ -51,6 +51,20 @@ def test_an_unknown_target_names_the_known_ones():
         connect("TPU")
 
 
+@pytest.mark.parametrize("target", ["Ascend", "GPU"])
+def test_a_target_without_device_is_one_line(target):
+    code = (
+        "from ms_zero import comm, errors\n"
+        f"try: comm.local({target!r})\n"
+        "except errors.UserError as error: print(error)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if shown.stdout == "":
+        pytest.skip(f"this machine has an {target} device")
+    assert f"hardware.target={target}: MindSpore finds no such device" in shown.stdout
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
