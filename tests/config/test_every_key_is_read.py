@@ -17,7 +17,8 @@ from ms_zero.config import schema
 
 PACKAGE = Path(ms_zero.__file__).parent
 RUN = "a run config"
-OWNERS = {"RunConfig": RUN, "ModelConfig": "model", "RopeScaling": "model.rope_scaling", "DataPart": "data.parts"}
+OWNERS = {"RunConfig": RUN, "ModelConfig": "model", "RopeScaling": "model.rope_scaling"}
+OWNERS["DataPart"] = "data.parts"
 OWNERS |= {owner.__name__: "model" for owner in schema.MODEL_FAMILIES.values()}
 OWNERS |= {owner.__name__: name for name, owner in schema.SECTIONS.items()}
 SECTIONS = set(OWNERS.values()) - {RUN}
