@@ -67,7 +67,15 @@ setup(
     ],
     extras_require={
         "tokenizers": ["tokenizers>=0.20"],
-        "test": ["pytest>=8", "ruff>=0.8", "safetensors>=0.4", "setuptools>=64", "wheel"],
+        "test": [
+            "psutil",
+            "pytest>=8",
+            "ruff>=0.8",
+            "safetensors>=0.4",
+            "setuptools>=64",
+            "tokenizers>=0.20",
+            "wheel",
+        ],
     },
     entry_points={"console_scripts": ["ms-zero = ms_zero.cli.main:main"]},
 )

@@ -37,11 +37,6 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     return _convert(seed, name, start, stop, _inverse_normal)
 
 
-def permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """A uniformly random order of ``0 .. n-1``, int64[n]: the ranks of n random 64-bit keys."""
-    return np.argsort(uniform_bits(seed, name, 0, n), kind="stable").astype(np.int64, copy=False)
-
-
 def _generator(seed: int, name: str, start: int, stop: int) -> np.random.Philox:
     """The stream (seed, name), about to give element `start`."""
     assert 0 <= start <= stop, f"slice {start}:{stop} of stream {name!r}"

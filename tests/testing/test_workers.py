@@ -50,8 +50,14 @@ def worker_bad_result(comm):
 
 def living_children():
     """Processes under this one that are neither the template nor zombies."""
-    children = psutil.Process().children(recursive=True)
-    return [c for c in children if "_template" not in " ".join(c.cmdline()) or c.ppid() != os.getpid()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "_template" not in " ".join(child.cmdline()) or child.ppid() != os.getpid():
+                found.append(child)
+        except (psutil.ZombieProcess, psutil.NoSuchProcess):
+            continue
+    return found
 
 
 @pytest.fixture(autouse=True)
