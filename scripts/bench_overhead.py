@@ -10,7 +10,8 @@ One worker trains a GPT of 17.0 million parameters (6 layers, width 384, vocabul
   norm, finite check, clipping, decoupled decay and ``ops.Adam`` for each parameter.
 
 ``overhead_ratio`` is the median of ours over the baseline's time, minus one. The comparison with torch runs
-in processes of their own, torch before and after ours; without torch those figures are left out.
+in processes of their own, torch before and after ours; without torch those figures are left out. This process
+itself computes nothing: idle threads of a framework would take time from the others.
 """
 
 import argparse
@@ -227,8 +228,10 @@ def alternate(shape: dict[str, int], steps: int) -> list[tuple[float, float]]:
     return pairs
 
 
-def alone(kind: str, shape: dict[str, int], steps: int) -> dict[str, float]:
-    """Run in a process of its own: median tokens per second and peak resident bytes."""
+def alone(kind: str, shape: dict[str, int], steps: int) -> object:
+    """What a process of its own measures: the pairs, or median tokens per second and peak resident bytes."""
+    if kind == "pairs":
+        return alternate(shape, steps)
     if kind == "ms_zero":
         from ms_zero import _compat
 
@@ -241,10 +244,8 @@ def alone(kind: str, shape: dict[str, int], steps: int) -> dict[str, float]:
     return {"tokens_per_second": BATCH * SEQ_LEN / median, "peak_rss_bytes": peak}
 
 
-def in_process(kind: str, quick: bool, steps: int) -> dict[str, float] | None:
-    """The figures of :func:`alone` from a new process; None when torch is not installed."""
-    if kind == "torch" and importlib.util.find_spec("torch") is None:
-        return None
+def in_process(kind: str, quick: bool, steps: int) -> object:
+    """The figures of :func:`alone` from a new process."""
     command = [sys.executable, __file__, "--alone", kind, "--steps", str(steps)] + ["--quick"] * quick
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(shown.splitlines()[-1])
@@ -252,16 +253,17 @@ def in_process(kind: str, quick: bool, steps: int) -> dict[str, float] | None:
 
 def measure(quick: bool, steps: int) -> dict[str, dict | list]:
     """All figures as metrics and cases."""
-    pairs = alternate(QUICK_SHAPE if quick else SHAPE, steps)
-    torch_first = in_process("torch", quick, steps)
+    pairs = in_process("pairs", quick, steps)
+    has_torch = importlib.util.find_spec("torch") is not None
+    torch_runs = [in_process("torch", quick, steps)] if has_torch else []
     ours = in_process("ms_zero", quick, steps)
     metrics = {
         "overhead_ratio": statistics.median(mine / theirs for mine, theirs in pairs) - 1,
         "tokens_per_second": ours["tokens_per_second"],
         "peak_rss_bytes": ours["peak_rss_bytes"],
     }
-    if torch_first is not None:
-        torch_runs = [torch_first, in_process("torch", quick, steps)]
+    if has_torch:
+        torch_runs.append(in_process("torch", quick, steps))
         torch_rate = statistics.mean(run["tokens_per_second"] for run in torch_runs)
         metrics["torch_tokens_per_second"] = torch_rate
         metrics["torch_ratio"] = ours["tokens_per_second"] / torch_rate
@@ -275,7 +277,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--steps", type=int, default=0, help="measured steps (default 24, quick: 4)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--alone", choices=("ms_zero", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=("pairs", "ms_zero", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     steps = args.steps or (4 if args.quick else 24)
     if args.alone:
