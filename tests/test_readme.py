@@ -62,6 +62,12 @@ def test_the_command_runs(command, tmp_path):
     elif kind == ["bash", "scripts/test.sh"]:
         shown = run(f"{command} tests/test_mesh.py", tmp_path)
         assert "passed" in shown.stdout
+    elif kind == ["python", "scripts/bench_overhead.py"]:
+        shown = run(f"{command} --quick --steps 2", tmp_path)
+        assert "overhead_ratio" in shown.stdout
+    elif kind[0] == "ms-zero" and kind[1] in ("lint", "config", "explain", "doctor"):
+        shown = run(command, tmp_path)
+        assert shown.stdout
     elif kind[0] == "python":
         certificate = tmp_path / "certificate.json"
         shown = run(f"{command} --json {certificate}", tmp_path)
