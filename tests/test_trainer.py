@@ -78,6 +78,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_parameter(files
     assert bits(trainer) != before
 
 
+def test_of_several_broken_gradients_the_first_parameter_is_named(files):
+    trainer, _ = make(local(), files)
+    for name in ("transformer.ln_f.weight", "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight"):
+        poison(trainer, name, np.nan)
+    assert trainer.step().nonfinite == "transformer.h.0.ln_1.bias"
+
+
 def ranks_agree(comm, files):
     trainer, text = make(comm, files)
     trainer.step()

@@ -120,14 +120,10 @@ class EagerEngine:
         return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
 
     def first_nonfinite(self) -> str | None:
-        """Name of the first parameter, in bucket order, whose reduced gradient has an inf or nan."""
-        found = []
-        for index, (shard, values) in enumerate(self.gradient_shards()):
-            if not np.isfinite(values).all():
-                found.append([index, shard.name])
-                break
-        everywhere = [entry for entries in self._comm.exchange(found, self._group) for entry in entries]
-        return min(everywhere)[1] if everywhere else None
+        """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""
+        found = [shard.name for shard, values in self.gradient_shards() if not np.isfinite(values).all()]
+        everywhere = {name for names in self._comm.exchange(found, self._group) for name in names}
+        return next((name for name in trainable_parameters(self.model) if name in everywhere), None)
 
     def gradient_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of the reduced gradient, between :meth:`reduce` and the update."""
