@@ -47,25 +47,30 @@ def bits(trainer):
     return {shard.name: values.tobytes() for shard, values in trainer.engine.state_shards()}
 
 
-def poison(trainer, name, value):
-    """Make the next gradient of one parameter on this rank not finite."""
-    bucket = next(b for b in trainer.engine.parallel.buckets if any(s.name == name for s in b.layout.slots))
-    deliver = bucket.deliver
+def poison(trainer, value, *names):
+    """Make the next gradients of some parameters on this rank not finite."""
+    waiting = set(names)
 
-    def spoiled(slot_name, grad):
-        if slot_name == name:
-            bucket.deliver = deliver
-            grad = grad * np.float32(value)
-        return deliver(slot_name, grad)
+    def spoil(bucket):
+        deliver = bucket.deliver
 
-    bucket.deliver = spoiled
+        def spoiled(name, grad):
+            if name in waiting:
+                waiting.remove(name)
+                grad = grad * np.float32(value)
+            return deliver(name, grad)
+
+        bucket.deliver = spoiled
+
+    for bucket in trainer.engine.parallel.buckets:
+        spoil(bucket)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_names_the_parameter(files):
     trainer, _ = make(local(), files)
     trainer.step()
     before, updates = bits(trainer), trainer.progress.updates
-    poison(trainer, "transformer.h.0.mlp.c_fc.weight", np.inf)
+    poison(trainer, np.inf, "transformer.h.0.mlp.c_fc.weight")
     result = trainer.step()
     assert result.nonfinite == "transformer.h.0.mlp.c_fc.weight"
     assert bits(trainer) == before
@@ -80,8 +85,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_parameter(files
 
 def test_of_several_broken_gradients_the_first_parameter_is_named(files):
     trainer, _ = make(local(), files)
-    for name in ("transformer.ln_f.weight", "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight"):
-        poison(trainer, name, np.nan)
+    names = ("transformer.ln_f.weight", "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight")
+    poison(trainer, np.nan, *names)
     assert trainer.step().nonfinite == "transformer.h.0.ln_1.bias"
 
 
@@ -89,7 +94,7 @@ def ranks_agree(comm, files):
     trainer, text = make(comm, files)
     trainer.step()
     if comm.rank == 1:
-        poison(trainer, "transformer.wpe.weight", np.nan)
+        poison(trainer, np.nan, "transformer.wpe.weight")
     before = bits(trainer)
     skipped = trainer.step(stop_requested=comm.rank == 2)
     same = bits(trainer) == before
@@ -107,7 +112,7 @@ def test_one_rank_decides_for_all_and_evaluation_does_not_depend_on_the_layout(f
     assert len({str(f) for f in found}) == 1
     trainer, text = make(local(), files)
     trainer.step()
-    poison(trainer, "transformer.wpe.weight", np.nan)
+    poison(trainer, np.nan, "transformer.wpe.weight")
     trainer.step()
     result = trainer.step()
     assert found[0]["after"][:2] == pytest.approx([result.loss, result.grad_norm], rel=1e-6)
