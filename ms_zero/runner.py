@@ -224,7 +224,13 @@ class _Session:
 
     def _save(self) -> None:
         root, comm, step = self.output / CHECKPOINT_FOLDER, self.comm, self.trainer.progress.step
-        state = {**self.trainer.state(), "config": dump(self.config), "world_size": comm.world_size}
+        state = {
+            **self.trainer.state(),
+            # Every random stream is a function of the seed and of names and counters: this is all its state.
+            "rng": {"seed": self.config.train.seed},
+            "config": dump(self.config),
+            "world_size": comm.world_size,
+        }
         shards = self.trainer.engine.state_shards()
         path = save(
             root,

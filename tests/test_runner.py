@@ -79,6 +79,11 @@ def test_a_run_logs_evaluates_and_saves(options, tmp_path, capsys):
     assert [line["step"] for line in evaluations] == [3, 6]
     assert evaluations[1]["loss"] < evaluations[0]["loss"]
     assert 0 < evaluations[0]["unigram_entropy"] == evaluations[1]["unigram_entropy"] < np.log(257)
+    state = open_checkpoint(tmp_path / "run/checkpoints/step-00000004").state
+    assert state["progress"] == {"step": 4, "updates": 4, "skipped": 0, "consumed_samples": 32}
+    assert state["rng"] == {"seed": 1234}
+    assert state["data"]["consumed_samples"] == 32
+    assert state["config"]["train"]["steps"] == 6
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004", "step-00000006"]
     shown = capsys.readouterr().out
