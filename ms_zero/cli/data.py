@@ -100,6 +100,8 @@ def tokenize(
 def lint(targets: Sequence[str], vocab_size: int | None) -> int:
     """Print every finding and a line of verdict; 2 when a run would be refused or fail."""
     is_run = _is_run(targets[0])
+    if vocab_size is not None and vocab_size < 1:
+        raise UserError(f"--vocab-size {vocab_size}: expected at least 1")
     if is_run and vocab_size is not None:
         raise UserError("--vocab-size is for named files: a run file has model.vocab_size")
     findings = _lint_run(targets[0], targets[1:]) if is_run else _lint_files(targets, vocab_size)

@@ -94,7 +94,7 @@ def tokenize_files(
     Raises:
         UserError: an input is unusable or has no text, or the output exists or cannot be written.
     """
-    output = strip_suffix(output)
+    output = _checked_prefix(output)
     if not overwrite:
         _refuse_existing(output)
     units = plan_units(list(find_files(inputs).names), field)
@@ -160,10 +160,21 @@ def _encode_texts(texts: Iterator[tuple[str, str]], tokenizer: Tokenizer) -> Enc
     return Encoded(tokens, np.array(lengths, dtype=np.int64), empty)
 
 
+def _checked_prefix(output: str | Path) -> Path:
+    prefix = strip_suffix(output)
+    if prefix.name in ("", ".."):
+        raise UserError(f"--output {str(output)!r} has no file name: expected a prefix, such as data/corpus")
+    return prefix
+
+
 def _refuse_existing(output: Path) -> None:
     for suffix in (".bin", ".idx"):
         path = output.with_name(output.name + suffix)
-        if path.exists():
+        try:
+            exists = path.exists()
+        except OSError as error:  # such as a name too long
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        if exists:
             raise UserError(f"{path} exists already: choose another --output, or replace it with --overwrite")
 
 

@@ -87,6 +87,10 @@ BYTE = [*TOKENIZE, "--tokenizer", "byte"]
         ([*TOKENIZE, "--tokenizer", "bpe"], "bpe does not exist or is no file"),
         ([*TOKENIZE, "--tokenizer", "a.jsonl"], "a.jsonl is no JSON"),
         ([*BYTE, "--output", "x/o"], "cannot write x/o.bin"),
+        ([*BYTE, "--output", ""], "--output '' has no file name"),
+        ([*BYTE, "--output", "."], "--output '.' has no file name"),
+        ([*BYTE, "--output", ".."], "--output '..' has no file name"),
+        ([*BYTE, "--output", "n" * 300], "n.bin: File name too long"),
         ([*BYTE, "--workers", "0"], "--workers 0: expected at least 1"),
         ([*BYTE, "--eot-token", "x"], "--eot-token has no effect"),
         ([*BYTE, "--field", "x"], "a.jsonl:1: no field 'x'; the object has \"text\", \"body\""),
@@ -94,6 +98,7 @@ BYTE = [*TOKENIZE, "--tokenizer", "byte"]
         (["lint", "none.yaml"], "cannot read this file"),
         (["lint", "runs/none"], "no such file, and no preset"),
         (["lint", "none.yaml", "--vocab-size", "3"], "--vocab-size is for named files"),
+        (["lint", "b.txt", "--vocab-size", "0"], "--vocab-size 0: expected at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(cli, tmp_path, argv, message):
