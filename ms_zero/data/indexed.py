@@ -16,6 +16,7 @@ The bin file holds token ids and nothing else. The idx file, little-endian, hold
 Nothing is loaded: ids, lengths, pointers and borders are read through memory maps where they are asked for.
 """
 
+import glob
 import hashlib
 import os
 import struct
@@ -217,6 +218,7 @@ class IndexedWriter:
         self._code = next((code for code, known in DTYPES.items() if known == self._dtype), None)
         assert self._code is not None, f"no index code for {dtype}"
         self._parts = [self._part(path) for path in (_bin(self.prefix), _idx(self.prefix))]
+        self._remove_orphans()
         try:
             self._bin = self._parts[0].open("wb")
         except OSError as error:
@@ -278,6 +280,15 @@ class IndexedWriter:
         file.write(pointers.astype("<i8").tobytes())
         file.write(np.arange(count + 1, dtype="<i8").tobytes())
 
+    def _remove_orphans(self) -> None:
+        """Delete what writers of this pair left that were killed: they cannot clean up themselves."""
+        for path in (_bin(self.prefix), _idx(self.prefix)):
+            with suppress(OSError):
+                for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+                    pid = part.name.removeprefix(f".{path.name}.").removesuffix(".part")
+                    if pid.isdecimal() and not _is_alive(int(pid)):
+                        part.unlink(missing_ok=True)
+
     @staticmethod
     def _part(path: Path) -> Path:
         return path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -325,6 +336,16 @@ def chunks(tokens: np.ndarray, size: int = 1 << 22) -> Iterator[tuple[int, np.nd
     """(start, piece) of a long array, piece by piece."""
     for start in range(0, tokens.size, size):
         yield start, tokens[start : start + size]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user; no process number
+        return True
+    return True
 
 
 def _bin(prefix: Path) -> Path:

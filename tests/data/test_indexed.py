@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -218,3 +220,14 @@ def test_chunks_cover_an_array():
     pieces = list(chunks(np.arange(10), 4))
     assert [start for start, _ in pieces] == [0, 4, 8]
     assert np.concatenate([piece for _, piece in pieces]).tolist() == list(range(10))
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    orphans = [tmp_path / f".a[1].{kind}.{dead.pid}.part" for kind in ("bin", "idx")]
+    others = [tmp_path / f".a[1].bin.{os.getppid()}.part", tmp_path / f".b.bin.{dead.pid}.part"]
+    for path in [*orphans, *others]:
+        path.write_bytes(b"half")
+    with IndexedWriter(tmp_path / "a[1]", np.uint16):
+        assert [path.exists() for path in [*orphans, *others]] == [False, False, True, True]
