@@ -137,8 +137,7 @@ def _lint_run(run: str, overrides: Sequence[str]) -> list[tuple[str, str]]:
     ]
     if not any(severity == "error" for severity, _ in found):
         try:
-            # What only shows when all is put together, such as a part without documents or of no weight.
-            load_data(config).train_loader(config.train.seed)
+            load_data(config)  # what only shows when all is put together, such as a part without documents
         except UserError as error:
             found.append(("error", str(error)))
     return found

@@ -155,6 +155,15 @@ def _check_parts(facts: Facts) -> Iterator[tuple[str, str]]:
             yield path, f"has no effect because the part's source is {part.source}; remove it or change that"
 
 
+def _check_part_weights(facts: Facts) -> Iterator[tuple[str, str]]:
+    parts = facts.values["data.parts"] if facts.values["data.source"] == "mixture" else ()
+    total = sum(part.weight for part in parts)
+    for number, part in enumerate(parts):
+        if part.weight * _MIXTURE_PERIOD < total:
+            message = f"{part.weight} is less than 1/{_MIXTURE_PERIOD} of all weights; raise it"
+            yield f"data.parts[{number}].weight", message
+
+
 def _check_held_out(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["train.eval_interval"] > 0 and facts.values["data.validation_fraction"] == 0:
         message = "0 holds out nothing to evaluate on; raise it or set train.eval_interval to 0"
@@ -266,6 +275,8 @@ def _check_device_named(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 _FILE_SOURCES = ("files", "jsonl", "megatron")
+# Longest pattern after which a mixture repeats, see ms_zero.data.mixture.
+_MIXTURE_PERIOD = 1 << 16
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 _SECTION_RULES = (
@@ -391,6 +402,16 @@ _BATCH_RULES = (
         "Write parts: [{source: jsonl, files: [a.jsonl], weight: 0.7}, {source: stdlib, weight: 0.3}].",
         ("data.source", "data.parts"),
         _check_parts,
+    ),
+    Rule(
+        "MZ036",
+        "Every part of a mixture is drawn from",
+        "error",
+        "The pattern of a mixture repeats after at most 65536 samples; a part with a smaller share than one "
+        "of them would never be drawn.",
+        "Raise the weight of the part, or leave the part out.",
+        ("data.source", "data.parts"),
+        _check_part_weights,
     ),
     Rule(
         "MZ040",

@@ -148,8 +148,8 @@ def test_lint_of_a_run(cli, tmp_path):
     assert status == 2 and "one document (b.txt) cannot be split" in out
     parts = "data.parts=[{source: stdlib, weight: 1e-9}, {source: stdlib, weight: 1}]"
     (tmp_path / "mix.yaml").write_text(RUN.format(prefix="x").replace("megatron, files: [x]", "mixture"))
-    status, out, _ = cli("data", "lint", "mix.yaml", parts)
-    assert status == 2 and "data.parts[0].weight=1e-09 is less than 1/65536" in out
+    status, _, err = cli("data", "lint", "mix.yaml", parts)
+    assert status == 2 and "data.parts[0].weight: 1e-09 is less than 1/65536" in err
 
 
 def test_a_run_trains_on_tokenized_data_and_refuses_bad_ids(cli, tmp_path):

@@ -20,6 +20,7 @@ RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
+WEIGHTS = "data={source: mixture, parts: [{source: stdlib, weight: 1}, {source: stdlib, weight: %s}]}"
 
 # rule, key of the finding, overrides that violate it, overrides next to them that do not, workers, config
 CASES = [
@@ -130,6 +131,7 @@ CASES = [
         1,
         GPT,
     ),
+    ("MZ036", "data.parts[1].weight", [WEIGHTS % 1.5e-5], [WEIGHTS % 1.6e-5], 1, GPT),
     ("MZ014", "data.parts", [PARTS % "stdlib"], [PARTS % "stdlib", "data.source=mixture"], 1, GPT),
     ("MZ014", "data.eot_token", ["data.eot_token=b"], [], 1, GPT),
     ("MZ014", "data.tokenizer_file", ["data.tokenizer_file=b"], [], 1, GPT),
