@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore import _c_expression as _c
 from mindspore.common._grad_function import _Function
+from mindspore.common.dtype import _dtype_to_nptype
 from mindspore.communication import GlobalComm
 from mindspore.communication.management import _init_with_store
 from mindspore.graph.api import _no_grad, _pynative_executor
@@ -80,6 +81,14 @@ def host_view(tensor: Tensor) -> np.ndarray:
     Checked on 2.10.0: ``Tensor.asnumpy`` shares the storage on CPU.
     """
     return tensor.asnumpy()
+
+
+def numpy_dtype(dtype: mindspore.Type) -> np.dtype:
+    """The numpy dtype of a MindSpore dtype; the public function warns on every call.
+
+    Checked on 2.10.0: ``mindspore.common.dtype._dtype_to_nptype``.
+    """
+    return np.dtype(_dtype_to_nptype(dtype))
 
 
 def launch_blocking() -> None:

@@ -138,8 +138,8 @@ class _Session:
         train = self.config.train
         self.monitor.message(self.text.summary())
         self.monitor.message(
-            f"{train.global_batch_size} samples a step: {train.accumulation_steps} microbatches of "
-            f"{train.micro_batch_size} on each of {self.trainer.num_replicas} data-parallel ranks"
+            f"{train.global_batch_size} samples a step: micro batch {train.micro_batch_size} x accumulation "
+            f"{train.accumulation_steps} x data-parallel degree {self.trainer.num_replicas}"
         )
         for warning in loaded.warnings:
             self.monitor.message(f"warning: {warning}")

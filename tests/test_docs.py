@@ -52,7 +52,7 @@ def test_the_own_model_gives_the_same_numbers_alone_and_on_two_workers(tmp_path)
     for command in commands.splitlines():
         shown = run(command.replace("msrun ", f"msrun --master_port={free_port()} "), tmp_path)
         assert shown.returncode == 0, shown.stdout + shown.stderr
-        logs = "".join(path.read_text() for path in tmp_path.glob("worker_*.log"))
+        logs = "".join(path.read_text() for path in tmp_path.glob("logs/worker_*.log"))
         printed.append(re.findall(r"step \d+  loss ([\d.]+)  norm ([\d.]+)", shown.stdout + logs)[:3])
     alone, together = printed
     assert len(alone) == 3

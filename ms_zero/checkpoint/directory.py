@@ -150,7 +150,7 @@ def prune(root: str | Path, keep: int) -> list[Path]:
     try:
         for path in removed:
             # Renaming first: a directory that lost some of its files must not be taken for a checkpoint.
-            path.rename(root / f".{path.name}.del-{uuid.uuid4().hex[:8]}")
+            os.rename(path, root / f".{path.name}.del-{uuid.uuid4().hex[:8]}")
         for path in _listed(root, _DELETED):
             shutil.rmtree(path)
     except OSError as error:

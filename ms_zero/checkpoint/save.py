@@ -207,7 +207,7 @@ def _commit(
     if final.exists():
         _replace(final, temp, manifest)
     else:
-        temp.rename(final)
+        os.rename(temp, final)
     directory.sync_directory(root)
 
 
@@ -234,9 +234,9 @@ def _replace(final: Path, temp: Path, manifest: Manifest) -> None:
     """Turn an existing checkpoint directory into the new one; replacing the manifest is the atomic step."""
     try:
         for name in manifest.files:
-            (temp / name).rename(final / name)
+            os.rename(temp / name, final / name)
         directory.sync_directory(final)
-        (temp / MANIFEST_NAME).replace(final / MANIFEST_NAME)
+        os.replace(temp / MANIFEST_NAME, final / MANIFEST_NAME)
     except BaseException:
         if (temp / MANIFEST_NAME).exists():  # the old manifest is still in force
             for name in manifest.files:

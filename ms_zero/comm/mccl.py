@@ -57,12 +57,12 @@ class MCCLBackend:
         if array.nbytes <= SMALL_BYTES:
             gathered = np.empty((group.size, flat.size), flat.dtype)
             _gather(flat, list(gathered), group)
-            out[:] = _reduce_in_order(list(gathered), op, _numpy_dtype(x.dtype))
+            out[:] = _reduce_in_order(list(gathered), op, _compat.numpy_dtype(x.dtype))
         else:
             bounds = [flat.size * i // group.size for i in range(group.size + 1)]
             shards = [slice(a, b) for a, b in itertools.pairwise(bounds)]
             mine = out[shards[group.index]]
-            _reduce_scatter([flat[s] for s in shards], mine, group, op, _numpy_dtype(x.dtype))
+            _reduce_scatter([flat[s] for s in shards], mine, group, op, _compat.numpy_dtype(x.dtype))
             _gather(mine, [out[s] for s in shards], group)
         return Handle(_tensor(out.reshape(array.shape), x.dtype))
 
@@ -78,7 +78,7 @@ class MCCLBackend:
         array = _array(x)
         blocks = array.reshape(group.size, -1)
         out = np.empty(blocks.shape[1], array.dtype)
-        _reduce_scatter(list(blocks), out, group, op, _numpy_dtype(x.dtype))
+        _reduce_scatter(list(blocks), out, group, op, _compat.numpy_dtype(x.dtype))
         return Handle(_tensor(out.reshape(array.shape[0] // group.size, *array.shape[1:]), x.dtype))
 
     def all_to_all(
@@ -125,12 +125,8 @@ class MCCLBackend:
         _gather(np.zeros(1, np.int32), [np.empty(1, np.int32) for _ in group.ranks], group)
 
 
-def _numpy_dtype(dtype: mstype.Type) -> np.dtype:
-    return np.dtype(mstype.dtype_to_nptype(dtype))
-
-
 def _wire_dtype(dtype: mstype.Type) -> np.dtype:
-    return np.dtype(np.float16) if dtype == mstype.bfloat16 else _numpy_dtype(dtype)
+    return np.dtype(np.float16) if dtype == mstype.bfloat16 else _compat.numpy_dtype(dtype)
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -140,7 +136,7 @@ def _array(x: Tensor) -> np.ndarray:
 
 def _tensor(array: np.ndarray, dtype: mstype.Type) -> Tensor:
     """A tensor that shares the storage of an array in the wire dtype."""
-    return Tensor.from_numpy(array.view(_numpy_dtype(dtype)))
+    return Tensor.from_numpy(array.view(_compat.numpy_dtype(dtype)))
 
 
 def _send(piece: np.ndarray, rank: int, group: Group) -> None:

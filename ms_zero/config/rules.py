@@ -174,7 +174,7 @@ def _check_intervals(facts: Facts) -> Iterator[tuple[str, str]]:
     steps = facts.values["train.steps"]
     for path in ("train.eval_interval", "train.log_interval", "checkpoint.interval"):
         if facts.known(path) and facts.values[path] > steps:
-            yield path, f"{facts.values[path]} is more than train.steps {steps}, so it never comes round"
+            yield path, f"{facts.values[path]} is more than train.steps {steps}, so it only comes at the end"
 
 
 def _check_rampup(facts: Facts) -> Iterator[tuple[str, str]]:
