@@ -62,6 +62,10 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
     loaded = load_config(run, overrides, place.world_size)
     check_output_dir(Path(loaded.config.train.output_dir))
 
+    if place.role == "single":  # a launcher has looked at the data already
+        from ms_zero.data.run import load_data
+
+        load_data(loaded.config)
     target = loaded.config.hardware.target
     if target == "CPU":
         bind_to_share(os.environ)

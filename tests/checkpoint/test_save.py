@@ -321,7 +321,8 @@ def test_a_failure_at_any_system_call_leaves_the_old_or_the_new(tmp_path, world,
         if not saved and not after:
             assert not list(root.glob(".step-*"))
             assert outcomes[-1] == 2.0 or len(list((root / "step-00000001").iterdir())) == 2
-    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0} and len(outcomes) > 8
+    # At least these calls; Python 3.10 makes directories without os.mkdir, so that one cannot fail here.
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0} and len(outcomes) >= 8
 
 
 def dead_process():
