@@ -1,0 +1,1 @@
+"""Mixed precision: which dtype each tensor has, casts, autocast of plain Cells, loss scaling."""
