@@ -1,0 +1,238 @@
+"""A layout: how a model is spread over devices, and in which precision and order it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ms_zero.plan.shapes import ModelShape
+
+Recompute = Literal["none", "selective", "every_k", "sqrt", "full"]
+RECOMPUTE_KINDS: tuple[Recompute, ...] = ("none", "selective", "every_k", "sqrt", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble_h1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes per element of each kind of tensor.
+
+    Args:
+        weight: parameters as the model computes with them.
+        gradient: accumulated gradients.
+        master: the optimizer's own copy of the weights; 0 when ``weight`` is that copy.
+        moments: all optimizer moments together.
+        activation: activations and their gradients, also on the wire.
+        reduce: gradients on the wire.
+        logits: logits and their gradient.
+
+    """
+
+    weight: int = 2
+    gradient: int = 2
+    master: int = 4
+    moments: int = 8
+    activation: int = 2
+    reduce: int = 2
+    logits: int = 4
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Weights, gradients and optimizer state without any sharding."""
+        return self.weight + self.gradient + self.master + self.moments
+
+
+MIXED = Precision()
+"""The ZeRO paper's 16 bytes: 2 + 2 + 12."""
+MIXED_FP32_GRADIENTS = Precision(gradient=4, reduce=4)
+"""Megatron's 18 bytes: 2 + 4 + 12."""
+FP32 = Precision(weight=4, gradient=4, master=0, activation=4, reduce=4)
+"""All in fp32: 16 bytes, no second copy of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to train a model.
+
+    Args:
+        seq_len: tokens of a sample.
+        pp: pipeline-parallel degree.
+        tp: tensor-parallel degree.
+        cp: context-parallel degree.
+        ep: expert-parallel degree; folds into cp x dp_shard.
+        dp_replicate: data-parallel ranks that replicate what ``dp_shard`` shards.
+        dp_shard: data-parallel ranks that ZeRO shards over.
+        zero_stage: 0 none, 1 optimizer state, 2 and gradients, 3 and weights.
+        micro_batch_size: samples of one forward pass of one data-parallel rank.
+        microbatches: forward passes per optimizer step of one data-parallel rank.
+        schedule: one of SCHEDULES; without effect when ``pp`` is 1.
+        virtual_stages: model chunks per pipeline rank.
+        recompute: what is computed again in backward: nothing; selective: the core of attention; every_k: all
+            layers in groups of ``recompute_every``, of which only the inputs are kept; sqrt: the same with
+            groups of the square root of a chunk's layers; full: every layer.
+        recompute_every: layers of a group for ``every_k``.
+        sequence_parallel: whether tp also splits norms and residuals along the sequence.
+        flash_attention: whether scores are never stored.
+        reshard_after_forward: whether stage 3 frees weights between forward and backward.
+        hsdp_level: MindFormers' optimizer parallel instead of ``zero_stage``: 1 shards weights and optimizer
+            state and keeps gathered weights until backward; 2 gradients as well; 3 gathers again in backward.
+        optimizer_offload: share of the optimizer's state that lives in host memory or on disk, 0 to 1.
+        offload_to: where it lives.
+        parameter_offload: whether sharded weights live in host memory (stage 3).
+        activation_offload: whether what layers keep for backward lives in host memory.
+        bucket_bytes: upper size of a gradient bucket.
+        sync_each_microbatch: whether gradients are reduced in every microbatch, not once a step.
+        precision: bytes per element.
+        chunk_layers: layers of each model chunk; None: as even as possible (see ``split_layers``).
+
+    """
+
+    seq_len: int
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    zero_stage: int = 0
+    micro_batch_size: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    recompute_every: int = 1
+    sequence_parallel: bool = False
+    flash_attention: bool = True
+    reshard_after_forward: bool = True
+    hsdp_level: int | None = None
+    optimizer_offload: float = 0.0
+    offload_to: Literal["cpu", "nvme"] = "cpu"
+    parameter_offload: bool = False
+    activation_offload: bool = False
+    bucket_bytes: float = 25 * 2**20
+    sync_each_microbatch: bool = False
+    precision: Precision = MIXED
+    chunk_layers: tuple[int, ...] | None = None
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return self.pp * self.tp * self.cp * self.dp_replicate * self.dp_shard
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks over which dense parameters are sharded."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_shard_degree(self) -> int:
+        """Ranks over which a rank's experts are sharded."""
+        return max(1, self.dp_shard * self.cp // self.ep)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks; chunk c lives on pipeline rank c % pp."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an optimizer step."""
+        return self.micro_batch_size * self.microbatches * self.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.global_batch_size * self.seq_len
+
+    def replace(self, **changes: Any) -> Layout:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each model chunk."""
+        return self.chunk_layers or split_layers(num_layers, self.chunks)
+
+    def violations(self, shape: ModelShape) -> list[str]:
+        """Every reason why this layout cannot train this model; empty when it can."""
+        found = [*self._bad_degrees(), *self._bad_splits(shape), *self._bad_pipeline(shape)]
+        if self.seq_len > shape.max_seq_len:
+            found.append(f"seq_len {self.seq_len} exceeds the model's max_seq_len {shape.max_seq_len}")
+        return found
+
+    def _bad_degrees(self) -> list[str]:
+        degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch_size")
+        found = [f"{name} {getattr(self, name)} is below 1" for name in degrees if getattr(self, name) < 1]
+        if self.microbatches < 1 or self.seq_len < 1:
+            found.append("microbatches and seq_len must be at least 1")
+        if not found and (self.dp_shard * self.cp) % self.ep:
+            found.append(f"ep {self.ep} does not divide dp_shard x cp = {self.dp_shard * self.cp}")
+        return found
+
+    def _bad_splits(self, shape: ModelShape) -> list[str]:
+        found = []
+        for attention in {layer.attention for _, layer in shape.blocks}:
+            if attention.num_heads % self.tp:
+                found.append(f"tp {self.tp} does not divide {attention.num_heads} attention heads")
+            elif attention.num_kv_heads % self.tp and self.tp % attention.num_kv_heads:
+                found.append(f"tp {self.tp} and {attention.num_kv_heads} key-value heads do not divide")
+        for mlp in {layer.mlp for _, layer in shape.blocks if layer.mlp is not None}:
+            if mlp.ffn_hidden_size % self.tp:
+                found.append(f"tp {self.tp} does not divide ffn_hidden_size {mlp.ffn_hidden_size}")
+        if self.cp > 1 and self.seq_len % (2 * self.cp):
+            found.append(f"2 x cp = {2 * self.cp} does not divide seq_len {self.seq_len}")
+        if self.sequence_parallel and self.seq_len // self.cp % self.tp:
+            found.append(f"tp {self.tp} does not divide the {self.seq_len // self.cp} tokens of a cp rank")
+        if self.ep > 1 and (not shape.is_moe or shape.num_experts % self.ep):
+            found.append(f"ep {self.ep} does not divide {shape.num_experts} experts")
+        return found
+
+    def _bad_pipeline(self, shape: ModelShape) -> list[str]:
+        found = []
+        if self.schedule not in SCHEDULES:
+            found.append(f"schedule {self.schedule} is not one of {', '.join(SCHEDULES)}")
+        if self.chunks > shape.num_layers:
+            found.append(f"{self.chunks} model chunks exceed the {shape.num_layers} layers")
+        if self.chunk_layers is not None:
+            if len(self.chunk_layers) != self.chunks or min(self.chunk_layers) < 1:
+                found.append(f"chunk_layers must name at least one layer for each of {self.chunks} chunks")
+            elif sum(self.chunk_layers) != shape.num_layers:
+                found.append(f"chunk_layers place {sum(self.chunk_layers)} of {shape.num_layers} layers")
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved" and self.pp > 1):
+            found.append("virtual_stages above 1 and the interleaved schedule with pp above 1 go together")
+        if self.schedule == "interleaved" and self.pp > 1 and self.microbatches % self.pp:
+            found.append(f"interleaved: pp {self.pp} does not divide {self.microbatches} microbatches")
+        return found
+
+
+def split_layers(num_layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk, as even as possible.
+
+    The middle chunks take the remainder: the first one also holds the embedding, the last one the head.
+    Ask ``Layout.violations`` first: with fewer layers than chunks some are empty.
+    """
+    least, rest = divmod(num_layers, chunks)
+    first = (chunks - rest) // 2
+    return tuple(least + (first <= chunk < first + rest) for chunk in range(chunks))
+
+
+def in_flight(schedule: str, pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """Microbatches whose activations pipeline rank ``rank`` holds at its peak, for each of its chunks.
+
+    gpipe holds all; 1f1b and zero_bubble_h1 min(pp - rank, microbatches); interleaved the forwards before the
+    first backward, 2 (pp - rank - 1) + (v - 1) pp + 1, taken chunk by chunk in groups of pp.
+    """
+    assert 0 <= rank < pp, (rank, pp)
+    if schedule == "gpipe":
+        return (microbatches,) * virtual_stages
+    if virtual_stages == 1:
+        return (min(pp - rank, microbatches),)
+    total = min(2 * (pp - rank - 1) + (virtual_stages - 1) * pp + 1, microbatches * virtual_stages)
+    rounds, rest = divmod(total, pp * virtual_stages)
+    return tuple(
+        rounds * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(virtual_stages)
+    )
