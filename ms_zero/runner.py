@@ -31,8 +31,9 @@ def run(loaded: Loaded, comm: Communicator) -> int:
         0 when the run is complete, or was stopped by SIGTERM or SIGINT after saving.
 
     Raises:
-        UserError: bad data, checkpoint or environment.
+        UserError: bad data, checkpoint or environment, or a config that this version cannot run.
     """
+    loaded.require_runnable()
     debug = checked(comm, own_address()) if loaded.config.train.debug_collectives else nullcontext(comm)
     with debug as comm, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)

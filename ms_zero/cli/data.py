@@ -127,7 +127,7 @@ def _lint_run(run: str, overrides: Sequence[str]) -> list[tuple[str, str]]:
     from ms_zero.data.lint import lint_source
     from ms_zero.data.run import load_data, sources_of, tokenizer_of
 
-    config = load_config(run, overrides, None).config
+    config = load_config(run, overrides, None, to_run=False).config
     found = [
         (finding.severity, finding.message)
         for source in sources_of(config.data)

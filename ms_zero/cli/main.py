@@ -139,7 +139,8 @@ def _launch(argv: Sequence[str]) -> int:
 def _lint(argv: Sequence[str]) -> int:
     parser = _Parser(
         prog="ms-zero lint",
-        description="List everything that is wrong or doubtful in a run file; status 2 if it is refused.",
+        description="List everything that is wrong or doubtful in a run file; status 2 if it is refused, 3 "
+        "if only this version cannot run it.",
     )
     _add_run_arguments(parser)
     _add_workers(parser)

@@ -9,32 +9,35 @@ from ms_zero.errors import UserError, one_line
 
 
 def lint(run: str, overrides: Sequence[str], workers: int | None) -> int:
-    """Print every violation and warning, then one line of verdict; 2 if the run file would be refused.
+    """Print every finding, then one line of verdict.
+
+    Returns 0 for a file that can be run, 2 if it is refused, 3 if it is right but this version cannot run it.
 
     Without ``workers`` the smallest number is taken that the degrees and batch sizes allow.
     """
     checked = check_config(run, overrides, workers)
     lines = [f"{finding.severity}: {finding}" for finding in checked.findings]
-    errors = sum(finding.severity == "error" for finding in checked.findings)
-    warnings = len(checked.findings) - errors
+    severities = [finding.severity for finding in checked.findings]
+    errors, unavailable, warnings = (severities.count(name) for name in ("error", "unavailable", "warning"))
     if checked.findings:
         rule = checked.findings[0].rule
         lines.append(f"'ms-zero explain {rule}' tells more about {rule}")
-    verdict = "refused" if errors else "valid"
+    verdict = "refused" if errors else "valid, but this version cannot run it," if unavailable else "valid"
+    reasons = f", {unavailable} not available" if unavailable else ""
     chosen = "" if workers is not None else " (the fewest that fit; --workers N checks for N)"
     lines.append(
         f"{one_line(checked.label)}: {verdict} for {_count(checked.world_size, 'worker')}{chosen}: "
-        f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
+        f"{_count(errors, 'error')}, {_count(warnings, 'warning')}{reasons}"
     )
     _show("\n".join(lines))
-    return 2 if errors else 0
+    return 2 if errors else 3 if unavailable else 0
 
 
 def show_config(run: str, overrides: Sequence[str], workers: int | None) -> int:
     """Print the effective config as YAML with the origin of each value; warnings go to stderr."""
-    loaded = load_config(run, overrides, workers)
+    loaded = load_config(run, overrides, workers, to_run=False)
     _show(render_effective(loaded).rstrip("\n"))
-    for finding in loaded.warnings:
+    for finding in (*loaded.unavailable, *loaded.warnings):
         print(f"ms-zero: warning: {finding}", file=sys.stderr)
     return 0
 

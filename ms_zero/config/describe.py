@@ -47,7 +47,7 @@ def describe(topic: str) -> str:
 
 def describe_all() -> str:
     """List every rule id with its severity and title, then the sections."""
-    lines = [f"{entry.id}  {entry.severity:7s}  {entry.title}" for entry in EXPLANATIONS.values()]
+    lines = [f"{entry.id}  {entry.severity:11s}  {entry.title}" for entry in EXPLANATIONS.values()]
     return "\n".join([*lines, f"sections: model, {', '.join(schema.SECTIONS)}"])
 
 

@@ -13,7 +13,7 @@ class Explanation:
     Args:
         id: MZ and three digits.
         title: What is asserted, a short sentence.
-        severity: Whether the config is refused.
+        severity: What the finding means for the config; see `Finding.severity`.
         explanation: Why it is so.
         fix: What to change.
 

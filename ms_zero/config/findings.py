@@ -6,18 +6,20 @@ from typing import Any, Literal
 
 from ms_zero.errors import UserError, one_line
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "unavailable", "warning"]
 
 _MAX_LINES = 50
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One violation or warning.
+    """One violation, one thing that this version cannot run, or one warning.
 
     Args:
         rule: Id of the rule, a key of `ms_zero.config.rules.EXPLANATIONS`.
-        severity: An error refuses the config, a warning is shown and training goes on.
+        severity: An error refuses the config. `unavailable`: the config is right and can be planned,
+            translated and shown, but this version cannot run it, so starting it is refused. A warning is
+            shown and training goes on.
         path: Dotted key, or "" when the finding is about a whole file.
         where: `file:line`, the override as typed, or the file when the key is not in it.
         message: What is wrong, what was expected and how to fix it, on one line.

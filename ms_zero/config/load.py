@@ -25,6 +25,7 @@ class Loaded:
         warnings: Findings that do not refuse the config.
         label: Name of the config file.
         world_size: Number of workers that it was resolved for.
+        unavailable: Why this version cannot run the config; empty unless it was loaded with `to_run` false.
 
     """
 
@@ -33,6 +34,12 @@ class Loaded:
     warnings: tuple[Finding, ...]
     label: str
     world_size: int
+    unavailable: tuple[Finding, ...] = ()
+
+    def require_runnable(self) -> None:
+        """Raise ConfigError, with every reason, when this version cannot run the config."""
+        if self.unavailable:
+            raise ConfigError(self.unavailable)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,11 @@ def check_config(
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), world_size: int | None = 1
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | None = 1,
+    *,
+    to_run: bool = True,
 ) -> Loaded:
     """Load a run config.
 
@@ -69,21 +80,24 @@ def load_config(
         overrides: `section.key=value` items, applied last and in order; values are YAML.
         world_size: Number of workers; data-parallel degree and batch sizes follow from it. None: the smallest
             number that the degrees and batch sizes of the config allow.
+        to_run: Whether the config is going to be run. If not (to plan, translate or show it), what this
+            version cannot run is returned in `Loaded.unavailable` instead of being refused.
 
     Raises:
         ConfigError: The config is refused; holds every violation, one line each.
 
     """
     facts, findings = _examine(path, overrides, world_size)
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if errors:
-        raise ConfigError(errors)
+    unavailable = [finding for finding in findings if finding.severity == "unavailable"]
+    if any(finding.severity == "error" for finding in findings) or (to_run and unavailable):
+        raise ConfigError([finding for finding in findings if finding.severity != "warning"])
     return Loaded(
         config=_build(facts),
         origins=MappingProxyType(facts.origins),
-        warnings=tuple(findings),
+        warnings=tuple(finding for finding in findings if finding.severity == "warning"),
         label=facts.label,
         world_size=facts.world_size,
+        unavailable=tuple(unavailable),
     )
 
 

@@ -527,7 +527,7 @@ _PARALLEL_RULES = (
     Rule(
         "MZ062",
         "Pipeline, context and tensor parallelism are not available yet",
-        "error",
+        "unavailable",
         "This version runs data parallelism only; the keys exist so that files keep their meaning.",
         "Set parallel.pp, parallel.cp and parallel.tp to 1.",
         check=_check_axes,
@@ -535,7 +535,7 @@ _PARALLEL_RULES = (
     Rule(
         "MZ063",
         "ZeRO stages above 0 are not available yet",
-        "error",
+        "unavailable",
         "This version keeps weights, gradients and optimizer states on every rank (stage 0).",
         "Set parallel.zero_stage to 0.",
         ("parallel.zero_stage",),

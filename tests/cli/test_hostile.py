@@ -39,18 +39,19 @@ def refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "ms_zero.runner", None)  # importing it would raise
     monkeypatch.chdir(tmp_path)
 
-    def refused(*argv):
+    def refused(*argv, status=2):
         before = set(tmp_path.iterdir())
         started = time.process_time()
-        assert main(argv) == 2
+        assert main(argv) == status
         assert time.process_time() - started < LIMIT_S
         assert set(tmp_path.iterdir()) == before
         shown = capsys.readouterr()
         if argv[0] == "lint" and shown.out:
             *findings, hint, verdict = shown.out.splitlines()
-            assert hint.startswith("'ms-zero explain MZ") and ": refused for " in verdict
-            assert all(line.startswith(("error: ", "warning: ")) for line in findings)
-            lines = [line.removeprefix("error: ") for line in findings if line.startswith("error: ")]
+            assert hint.startswith("'ms-zero explain MZ")
+            assert (": refused for " if status == 2 else ": valid, but this version cannot run it") in verdict
+            assert all(line.startswith(("error: ", "unavailable: ", "warning: ")) for line in findings)
+            lines = [line.partition(": ")[2] for line in findings if not line.startswith("warning: ")]
         else:
             assert shown.out == ""
             lines = shown.err.splitlines()
@@ -117,8 +118,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("overrides", "message"), MESHES, ids=[" ".join(case[0]) for case in MESHES])
 def test_impossible_combinations_are_refused_before_a_start(refused, overrides, message):
+    status = 3 if overrides == ["parallel.tp=2"] else 2  # right, but not to be run
     shown = [
-        refused("lint", QUICKSTART, "--workers", "4", *overrides),
+        refused("lint", QUICKSTART, "--workers", "4", *overrides, status=status),
         refused("launch", QUICKSTART, "--workers", "4", *overrides),
     ]
     assert any(message in line for line in shown[0]), shown[0]

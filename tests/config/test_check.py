@@ -2,7 +2,7 @@
 
 import pytest
 
-from ms_zero.config import check_config, load_config
+from ms_zero.config import RULES, ConfigError, check_config, load_config
 from ms_zero.errors import UserError
 
 MODEL_AND_DATA = "data: {seq_len: 64}\ninclude: [models/gpt-tiny]\n"
@@ -59,3 +59,38 @@ def test_unusable_degrees_do_not_stop_the_search(write):
 def test_a_number_of_workers_that_is_none_is_refused(write, workers):
     with pytest.raises(UserError, match="is not an integer of at least 1"):
         check_config(write(text("")), (), workers)
+
+
+LAYOUT = ["parallel.pp=2", "parallel.dp_shard=4"]
+UNAVAILABLE = [rule for rule in RULES if rule.severity == "unavailable"]
+
+
+def test_what_this_version_cannot_run_loads_but_is_refused_to_run(write):
+    path = write(text("global_batch_size: 8, accumulation_steps: 1"))
+    with pytest.raises(ConfigError, match=r"parallel.pp: 2 is not available in this version.*\[MZ062\]"):
+        load_config(path, LAYOUT, 8)
+    loaded = load_config(path, LAYOUT, 8, to_run=False)
+    assert loaded.warnings == () and loaded.config.parallel.pp == 2
+    assert [(finding.rule, finding.severity) for finding in loaded.unavailable] == [("MZ062", "unavailable")]
+    with pytest.raises(ConfigError, match=r"\[MZ062\]"):
+        loaded.require_runnable()
+
+
+def test_what_is_wrong_is_refused_for_a_plan_as_well(write):
+    path = write(text("global_batch_size: 8, accumulation_steps: 1"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [*LAYOUT, "parallel.dp_shard=3"], 8, to_run=False)
+    assert {finding.rule for finding in caught.value.findings} == {"MZ060", "MZ042", "MZ062"}
+
+
+def test_a_config_that_can_be_run_has_nothing_to_refuse(write):
+    path = write(text("global_batch_size: 8, accumulation_steps: 1"))
+    for to_run in (True, False):
+        loaded = load_config(path, to_run=to_run)
+        assert loaded.unavailable == ()
+        loaded.require_runnable()
+
+
+@pytest.mark.parametrize("rule", UNAVAILABLE, ids=lambda rule: rule.id)
+def test_an_explanation_says_that_only_this_version_cannot(rule):
+    assert "version" in rule.explanation
