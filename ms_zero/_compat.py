@@ -49,6 +49,14 @@ def tape() -> Iterator[None]:
         _pynative_executor.set_enable_grad(enable_grad)
 
 
+def is_recording() -> bool:
+    """Whether operations are being recorded, by :func:`tape` or by the public ``value_and_grad``.
+
+    Checked on 2.10.0: ``_pynative_executor.grad_flag`` and ``enable_grad``.
+    """
+    return _pynative_executor.grad_flag() and _pynative_executor.enable_grad()
+
+
 def backward(
     outputs: Tensor | Sequence[Tensor],
     grads: Tensor | Sequence[Tensor] | None = None,
@@ -72,6 +80,27 @@ def clear_grads(params: Iterable[Parameter]) -> None:
     """Drop what :func:`backward` accumulated on parameters. Checked on 2.10.0: ``Tensor._grad``."""
     for param in params:
         param._grad = None
+
+
+def gradient(tensor: Tensor) -> Tensor | None:
+    """What :func:`backward` accumulated on a leaf. Checked on 2.10.0: ``Tensor._grad``."""
+    return tensor._grad
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf that wants a gradient or depends on one.
+
+    Checked on 2.10.0: ``Tensor._requires_grad``.
+    """
+    return tensor._requires_grad
+
+
+def leaf(tensor: Tensor, *, requires_grad: bool) -> Tensor:
+    """A new leaf on the storage of `tensor`, outside of its graph. Checked on 2.10.0: ``Tensor.data``."""
+    found = tensor.data
+    if requires_grad:
+        found.requires_grad_(True)
+    return found
 
 
 def host_view(tensor: Tensor) -> np.ndarray:

@@ -115,5 +115,22 @@ def test_backward_inside_a_function_backward(weight):
     np.testing.assert_array_equal(weight._grad.asnumpy(), [2, 4, 6])
 
 
+def test_leaf_shares_the_storage_but_not_the_graph(weight):
+    with _compat.tape():
+        y = weight * 2
+        inner = _compat.leaf(y, requires_grad=True)
+        loss = (inner * inner).sum()
+    assert _compat.needs_gradient(y) and inner.data_ptr() == y.data_ptr()
+    _compat.backward(loss)
+    assert _compat.gradient(weight) is None
+    np.testing.assert_array_equal(_compat.gradient(inner).asnumpy(), [4, 8, 12])
+
+
+def test_a_leaf_wants_a_gradient_only_when_told(weight):
+    assert _compat.needs_gradient(_compat.leaf(weight, requires_grad=True))
+    assert not _compat.needs_gradient(_compat.leaf(weight, requires_grad=False))
+    assert _compat.needs_gradient(weight)
+
+
 def test_device_target_is_cpu_here():
     assert _compat.device_target() == ms.get_context("device_target") == "CPU"
