@@ -20,6 +20,7 @@ LAYERS = {
     "ms_zero.hardware": 0,
     "ms_zero.rng": 0,
     "ms_zero.resources": 0,
+    "ms_zero.native": 0,
     "ms_zero.pipeline": 0,  # __init__ stays empty
     "ms_zero.pipeline.schedule": 0,
     "ms_zero.config": 1,
@@ -51,6 +52,7 @@ LAYERS = {
 # Same layer, different module: layer 0 and layer 2 are built of small parts that lean on each other.
 SAME_LAYER = {
     ("ms_zero.hardware", "ms_zero.resources"),
+    ("ms_zero.native", "ms_zero.resources"),
     ("ms_zero.comm", "ms_zero._compat"),
     ("ms_zero.kernels", "ms_zero._compat"),
 }
@@ -63,6 +65,7 @@ WITHOUT_MINDSPORE = (
     "ms_zero.hardware",
     "ms_zero.rng",
     "ms_zero.resources",
+    "ms_zero.native",
     "ms_zero.pipeline.schedule",
     "ms_zero.config",
     "ms_zero.plan",

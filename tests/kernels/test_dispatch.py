@@ -11,10 +11,21 @@ def test_the_current_device_is_the_default():
 
 
 def test_unknown_target_is_refused():
-    with pytest.raises(UserError, match=r"'NPU'.*CPU, GPU, Ascend"):
+    with pytest.raises(UserError, match=r"'NPU'.*CPU, CPU-portable, GPU"):
         kernels.GELU("NPU")
 
 
 def test_missing_implementation_is_refused():
     with pytest.raises(UserError, match=r"Sinc has no implementation for GPU: available for Ascend, CPU"):
         select("Sinc", {"CPU": int, "Ascend": int}, "GPU")
+
+
+def test_the_portable_form_is_the_only_one_of_a_kernel_without_native_code():
+    assert select("Sinc", {"CPU": int}, "CPU-portable") is int
+    assert select("Sinc", {"CPU": int, "CPU-portable": float}, "CPU-portable") is float
+    assert select("Sinc", {"CPU": int, "CPU-portable": float}, "CPU") is int
+
+
+def test_a_custom_kernel_that_is_missing_is_no_reason_to_take_another():
+    with pytest.raises(UserError, match="no implementation for Ascend-custom: available for Ascend"):
+        select("Sinc", {"Ascend": int}, "Ascend-custom")

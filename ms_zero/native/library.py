@@ -1,0 +1,137 @@
+"""Find the CPU library (installed with the package or in the user's cache), build it when needed, load it."""
+
+import ctypes
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ms_zero import resources
+from ms_zero.errors import UserError
+from ms_zero.native.build import build_library
+from ms_zero.native.sources import VARIANTS, Variant, best_variant, library_name, source_root
+
+_HOW_TO = "or choose the implementation without native code with hardware.kernels=portable"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A built library and where it came from: "package" (made at install time) or "cache" (at first use)."""
+
+    path: Path
+    variant: str
+    origin: str
+
+
+def find_library(variant: Variant) -> Found | None:
+    """The library of the current sources for `variant`, None when it is not built."""
+    name = library_name(source_root(), variant)
+    for folder, origin in ((installed_folder(), "package"), (_cache_folder(), "cache")):
+        path = folder / name
+        if path.is_file() and (origin == "package" or _is_private(path)):
+            return Found(path, variant.name, origin)
+    return None
+
+
+def ensure_built(variant: Variant | None = None) -> Found:
+    """The library for `variant` (None: the best for this processor), built now when it is not there.
+
+    Several processes may call this at once: one builds, the others wait for it.
+
+    Raises:
+        UserError: this machine is not supported, there is no compiler, or the build failed.
+    """
+    variant = best_variant() if variant is None else variant
+    if variant is None:
+        raise UserError(f"kernels: no native CPU kernels for this machine: use x86_64 or aarch64, {_HOW_TO}")
+    found = find_library(variant)
+    if found is not None:
+        return found
+    try:
+        folder = _cache_folder()
+        _make_private(folder)
+        with _locked(folder / f"{variant.name}.lock"):
+            found = find_library(variant)
+            if found is None:
+                build_library(source_root(), variant, folder).path.chmod(0o500)
+                found = find_library(variant)
+    except (UserError, OSError) as error:
+        raise UserError(f"kernels: cannot build the CPU kernels: {error}; {_HOW_TO}") from None
+    assert found is not None
+    return found
+
+
+def load_library(variant: str | None = None) -> ctypes.CDLL:
+    """The loaded library of a variant by name (None: the best for this processor), built when needed.
+
+    Raises UserError as :func:`ensure_built` does, and when the library cannot be loaded.
+    """
+    return _loaded(variant)
+
+
+@cache  # a library is loaded once a process; what is loaded never changes
+def _loaded(name: str | None) -> ctypes.CDLL:
+    variant = None if name is None else next(v for v in VARIANTS if v.name == name)
+    found = ensure_built(variant)
+    try:
+        library = ctypes.CDLL(str(found.path))
+    except OSError as error:
+        raise UserError(f"kernels: cannot load {found.path}: {error}; delete it, {_HOW_TO}") from None
+    library.msz_variant.restype = ctypes.c_char_p
+    built_for = library.msz_variant().decode()
+    if built_for != found.variant:
+        raise UserError(f"kernels: {found.path} is for {built_for}, not {found.variant}: delete it")
+    return library
+
+
+def installed_folder() -> Path:
+    """Where the build at install time leaves libraries: beside the sources."""
+    return resources.config_dir().parent / "build" / "native"
+
+
+def _cache_folder() -> Path:
+    """The user's cache; a folder of the user's own in the temporary one when there is no usable home."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    if home.is_absolute() and _can_hold_files(home):
+        return home / "ms_zero" / "native"
+    return Path(tempfile.gettempdir()) / f"ms_zero-{os.getuid()}" / "native"
+
+
+def _can_hold_files(folder: Path) -> bool:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that nobody else can write to: what lies in it is loaded into the process."""
+    for each in (folder.parent, folder):
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.mkdir(exist_ok=True, mode=0o700)
+    if not _is_private(folder):
+        raise UserError(f"{folder} belongs to somebody else or others may write to it: remove it")
+
+
+def _is_private(path: Path) -> bool:
+    for each in (path, path.parent):
+        found = each.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def built_libraries(variants: Sequence[Variant] = VARIANTS) -> tuple[Found, ...]:
+    """Every library of the current sources that is built."""
+    return tuple(found for found in map(find_library, variants) if found is not None)
