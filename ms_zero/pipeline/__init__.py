@@ -1,0 +1,1 @@
+"""Pipeline parallelism. Empty on purpose: `schedule` must be importable without mindspore."""
