@@ -6,6 +6,17 @@ import pytest
 from ms_zero.errors import UserError
 from ms_zero.hardware import TARGETS, device_names, load_device, peak_flops, read_device
 
+NETWORK = (
+    "devices_per_node",
+    "intra_bandwidth",
+    "inter_bandwidth",
+    "intra_latency",
+    "inter_latency",
+    "host_bandwidth",
+    "host_memory_bytes",
+    "nvme_bandwidth",
+)
+
 
 @pytest.mark.parametrize(
     ("name", "teraflops", "memory_gb"),
@@ -17,6 +28,7 @@ from ms_zero.hardware import TARGETS, device_names, load_device, peak_flops, rea
         ("ascend-910c-die", 376, 64),
         ("nvidia-a100-sxm-80gb", 312, 80),
         ("nvidia-h100-sxm", 990, 80),
+        ("nvidia-h200-sxm", 990, 141),
     ],
 )
 def test_published_figures(name, teraflops, memory_gb):
@@ -36,10 +48,42 @@ def test_every_entry_is_complete(name):
         "memory_bandwidth",
         "link_bandwidth",
         "vector_cores",
+        *NETWORK,
     ):
         assert (getattr(device, figure) is not None) == (figure in device.sources)
     if device.visible_memory_bytes is not None:
         assert 0.9 * device.memory_bytes < device.visible_memory_bytes < 2**30 / 10**9 * device.memory_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in device_names() if name != "cpu"])
+def test_every_accelerator_has_what_a_plan_needs(name):
+    device = load_device(name)
+    assert all(getattr(device, figure) is not None for figure in (*NETWORK, "memory_bytes"))
+    assert device.inter_bandwidth < device.intra_bandwidth
+    assert device.usable_memory < 2**30 / 10**9 * device.memory_bytes
+    for figure in ("intra_bandwidth", "intra_latency"):
+        assert len(device.sources[figure]) > 10
+
+
+def test_the_unnamed_910b_is_the_bin_that_it_says():
+    unnamed, assumed = load_device("ascend-910b"), load_device("ascend-910b2")
+    assert (unnamed.peak_flops, unnamed.usable_memory) == (assumed.peak_flops, assumed.usable_memory)
+    assert assumed.usable_memory == pytest.approx(60.97 * 2**30, rel=1e-9)
+
+
+def test_without_a_visible_size_a_share_is_left_out():
+    assert load_device("ascend-910b4").usable_memory == pytest.approx(0.95 * 32e9)
+    assert load_device("cpu").usable_memory is None
+
+
+def test_users_bring_their_own_file(tmp_path):
+    path = tmp_path / "ours.yaml"
+    path.write_text(
+        "target: Ascend\nmemory_bytes: {value: 1.0e+9, source: x}\n"
+        "intra_latency: {value: 1.0e-6, source: x}\n"
+    )
+    device = load_device(str(path))
+    assert (device.name, device.memory_bytes, device.intra_latency) == ("ours", 10**9, 1e-6)
 
 
 def test_what_is_not_published_is_none():
