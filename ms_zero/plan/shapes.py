@@ -142,6 +142,7 @@ class ModelShape:
         tie_embeddings: whether the head shares the embedding.
         final_norm: whether a norm stands before the head.
         other_parameters: exact count of parameters outside this description, such as a head's bias.
+        note: what a user should know about how the shape was found; "" when there is nothing to say.
 
     """
 
@@ -156,6 +157,7 @@ class ModelShape:
     tie_embeddings: bool = False
     final_norm: bool = True
     other_parameters: int = 0
+    note: str = ""
 
     @cached_property
     def num_layers(self) -> int:
