@@ -339,6 +339,8 @@ class RunConfig:
 
 
 MODEL_FAMILIES: Final[Mapping[str, type]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+PLANNED_FAMILIES: Final = ("moe",)
+"""Families whose presets describe a model for the planner; this version cannot build them."""
 SECTIONS: Final[Mapping[str, type]] = {
     "data": DataConfig,
     "train": TrainConfig,

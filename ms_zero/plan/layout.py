@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ms_zero.pipeline.schedule import in_flight_bound, refuse
+from ms_zero.plan.recompute import RECOMPUTE_KINDS
+
 if TYPE_CHECKING:
     from ms_zero.plan.shapes import ModelShape
-
-Recompute = Literal["none", "selective", "every_k", "sqrt", "full"]
-RECOMPUTE_KINDS: tuple[Recompute, ...] = ("none", "selective", "every_k", "sqrt", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble_h1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,9 @@ class Layout:
         microbatches: forward passes per optimizer step of one data-parallel rank.
         schedule: one of SCHEDULES; without effect when ``pp`` is 1.
         virtual_stages: model chunks per pipeline rank.
-        recompute: what is computed again in backward: nothing; selective: the core of attention; every_k: all
-            layers in groups of ``recompute_every``, of which only the inputs are kept; sqrt: the same with
-            groups of the square root of a chunk's layers; full: every layer.
-        recompute_every: layers of a group for ``every_k``.
+        recompute: what is computed again in backward, one of RECOMPUTE_KINDS; see ``plan.recompute``.
+        recompute_every: k of ``every_k``.
+        recompute_budget: bytes that the layers may keep at the peak, of ``budget``.
         sequence_parallel: whether tp also splits norms and residuals along the sequence.
         flash_attention: whether scores are never stored.
         reshard_after_forward: whether stage 3 frees weights between forward and backward.
@@ -81,7 +79,8 @@ class Layout:
         parameter_offload: whether sharded weights live in host memory (stage 3).
         activation_offload: whether what layers keep for backward lives in host memory.
         bucket_bytes: upper size of a gradient bucket.
-        sync_each_microbatch: whether gradients are reduced in every microbatch, not once a step.
+        sync_each_microbatch: for stages 2 and 3 with several microbatches: whether gradients are reduced in
+            every microbatch, which keeps only a shard of them, or once a step, which keeps them whole.
         precision: bytes per element.
         chunk_layers: layers of each model chunk; None: as even as possible (see ``split_layers``).
 
@@ -99,8 +98,9 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
-    recompute: Recompute = "none"
+    recompute: str = "none"
     recompute_every: int = 1
+    recompute_budget: float = 0.0
     sequence_parallel: bool = False
     flash_attention: bool = True
     reshard_after_forward: bool = True
@@ -110,7 +110,7 @@ class Layout:
     parameter_offload: bool = False
     activation_offload: bool = False
     bucket_bytes: float = 25 * 2**20
-    sync_each_microbatch: bool = False
+    sync_each_microbatch: bool = True
     precision: Precision = MIXED
     chunk_layers: tuple[int, ...] | None = None
 
@@ -192,9 +192,12 @@ class Layout:
         return found
 
     def _bad_pipeline(self, shape: ModelShape) -> list[str]:
-        found = []
-        if self.schedule not in SCHEDULES:
-            found.append(f"schedule {self.schedule} is not one of {', '.join(SCHEDULES)}")
+        refusal = refuse(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        found = [refusal] if refusal and self.pp > 1 else []
+        if self.virtual_stages > 1 and self.pp == 1:
+            found.append("virtual stages need pp above 1")
+        if self.recompute not in RECOMPUTE_KINDS:
+            found.append(f"recompute {self.recompute} is not one of {', '.join(RECOMPUTE_KINDS)}")
         if self.chunks > shape.num_layers:
             found.append(f"{self.chunks} model chunks exceed the {shape.num_layers} layers")
         if self.chunk_layers is not None:
@@ -202,10 +205,6 @@ class Layout:
                 found.append(f"chunk_layers must name at least one layer for each of {self.chunks} chunks")
             elif sum(self.chunk_layers) != shape.num_layers:
                 found.append(f"chunk_layers place {sum(self.chunk_layers)} of {shape.num_layers} layers")
-        if (self.virtual_stages > 1) != (self.schedule == "interleaved" and self.pp > 1):
-            found.append("virtual_stages above 1 and the interleaved schedule with pp above 1 go together")
-        if self.schedule == "interleaved" and self.pp > 1 and self.microbatches % self.pp:
-            found.append(f"interleaved: pp {self.pp} does not divide {self.microbatches} microbatches")
         return found
 
 
@@ -223,16 +222,15 @@ def split_layers(num_layers: int, chunks: int) -> tuple[int, ...]:
 def in_flight(schedule: str, pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
     """Microbatches whose activations pipeline rank ``rank`` holds at its peak, for each of its chunks.
 
-    gpipe holds all; 1f1b and zero_bubble_h1 min(pp - rank, microbatches); interleaved the forwards before the
-    first backward, 2 (pp - rank - 1) + (v - 1) pp + 1, taken chunk by chunk in groups of pp.
+    gpipe holds all; 1f1b min(pp - rank, microbatches); zb-h1 min(pp, microbatches) on every rank, because the
+    gradients of the weights come later; interleaved the forwards before the first backward,
+    2 (pp - rank - 1) + (v - 1) pp + 1, taken chunk by chunk in groups of pp.
     """
     assert 0 <= rank < pp, (rank, pp)
-    if schedule == "gpipe":
-        return (microbatches,) * virtual_stages
-    if virtual_stages == 1:
-        return (min(pp - rank, microbatches),)
-    total = min(2 * (pp - rank - 1) + (virtual_stages - 1) * pp + 1, microbatches * virtual_stages)
+    if schedule == "zb-h1":
+        return (min(pp, microbatches),) * virtual_stages
+    if schedule != "interleaved":
+        return (in_flight_bound(schedule, rank, pp, microbatches),) * virtual_stages
+    total = in_flight_bound(schedule, rank, pp, microbatches, virtual_stages)
     rounds, rest = divmod(total, pp * virtual_stages)
-    return tuple(
-        rounds * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(virtual_stages)
-    )
+    return tuple(rounds * pp + min(max(rest - chunk * pp, 0), pp) for chunk in range(virtual_stages))

@@ -1,6 +1,8 @@
 import pytest
 
-from ms_zero.config import load_config, schema
+from ms_zero.config import ConfigError, load_config, schema
+from ms_zero.plan.models import load_model, model_names, trainable_names
+from ms_zero.plan.parameters import count_parameters
 from ms_zero.resources import list_presets
 
 REST = (
@@ -8,11 +10,24 @@ REST = (
 )
 
 
-@pytest.mark.parametrize("name", list_presets("models"))
+@pytest.mark.parametrize("name", trainable_names())
 def test_every_model_preset_completes_a_config(write, name):
     loaded = load_config(write(f"include: [models/{name}]\n{REST}"))
     assert loaded.warnings == ()
     assert loaded.config.model.family in schema.MODEL_FAMILIES
+
+
+@pytest.mark.parametrize("name", sorted(set(model_names()) - set(trainable_names())))
+def test_models_for_planning_only_are_refused_for_training(write, name):
+    with pytest.raises(ConfigError, match="can be planned, not trained, by this version; to train"):
+        load_config(write(f"include: [models/{name}]\n{REST}"))
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_preset_is_read_by_the_planner(name):
+    shape = load_model(name)
+    assert (shape.name, shape.note) == (name, "")
+    assert count_parameters(shape) > 100_000
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
