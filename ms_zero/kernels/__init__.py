@@ -2,6 +2,7 @@
 
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
+from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum
 from ms_zero.kernels.norm import LayerNorm, RMSNorm
@@ -19,6 +20,9 @@ __all__ = [
     "RotaryEmbedding",
     "SwiGLU",
     "adamw_update",
+    "adamw_update_host",
     "sgd_update",
+    "sgd_update_host",
     "sum_of_squares",
+    "sum_of_squares_host",
 ]

@@ -1,16 +1,17 @@
-"""In-place optimizer updates and gradient statistics on flat fp32 tensors (PyNative).
+"""In-place optimizer updates and gradient statistics on flat tensors (PyNative).
 
 Every updated tensor must own its storage: MindSpore's optimizer operators silently write nothing into a view.
 Part of a storage is refused; a reshape of a whole tensor cannot be told from the tensor, so never pass one.
 Views of an updated tensor see the update.
 
-On CPU numpy works on the tensors' own storage. MindSpore's CPU operators choose their number of threads by
-timing themselves, and their vector body and scalar tail round differently, so two equal runs differ in the
-last bit near the borders between threads. Here an element's result depends on nothing but its inputs.
+On CPU the project's C++ library (or numpy, if asked for: the same bits) works on the tensors' own storage,
+with blocking launch only. MindSpore's CPU operators choose their number of threads by timing themselves, and
+their vector body and scalar tail round differently, so two equal runs differ in the last bit near the borders
+between threads. Here an element's result depends on nothing but its inputs; ``ops/README.md`` states how.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -18,13 +19,11 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ms_zero._compat import host_view
+from ms_zero.kernels import native_optimizer, reference
 from ms_zero.kernels.dispatch import select
+from ms_zero.kernels.native_optimizer import BF16, FP16, FP32, HostArray
 
-_FP32_BYTES = 4
-# Elements worked on at once on the host: the arrays of one block stay in a core's cache.
-_HOST_BLOCK = 1 << 15
-# Elements whose squares are added at once: few enough for BLAS to use one thread, hence one order.
-_DOT_BLOCK = 1 << 13
+_CODES = {ms.float32: FP32, ms.float16: FP16, ms.bfloat16: BF16}
 
 # Primitives hold no state between calls.
 _ADAM = ops.Adam()
@@ -36,7 +35,7 @@ _SUM = ops.ReduceSum()
 
 @dataclass(frozen=True)
 class _AdamScalars:
-    """The arguments of one AdamW step, see :func:`adamw_update`."""
+    """The arguments of one AdamW step, see :func:`adamw_update`; the rates rounded to fp32."""
 
     lr: float
     beta1: float
@@ -45,6 +44,18 @@ class _AdamScalars:
     weight_decay: float
     step: int
     grad_scale: float
+
+    def tensor(self) -> np.ndarray:
+        """The scalar tensor of the fused operator."""
+        return reference.adamw_scalars(
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            step=self.step,
+            grad_scale=self.grad_scale,
+        )
 
 
 def adamw_update(
@@ -60,6 +71,7 @@ def adamw_update(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    low_precision: Tensor | None = None,
     target: str | None = None,
 ) -> None:
     """Apply one AdamW step in place (Loshchilov and Hutter 2019, as torch.optim.AdamW).
@@ -71,7 +83,7 @@ def adamw_update(
         param: p, fp32 [n], updated.
         exp_avg: m, fp32 [n], updated.
         exp_avg_sq: v, fp32 [n], updated.
-        grad: fp32 [n], left as it is.
+        grad: fp32, fp16 or bf16 [n], left as it is.
         lr: learning rate.
         beta1: decay rate of m, rounded to fp32.
         beta2: decay rate of v, rounded to fp32; 1-beta and the bias corrections follow the rounded rates.
@@ -79,12 +91,15 @@ def adamw_update(
         weight_decay: decoupled decay coefficient.
         step: number of this update, from 1.
         grad_scale: factor on the gradient (clip coefficient, inverse loss scale).
-        target: device target; None for the current one. The implementations for Ascend (native AdamW) and GPU
-            have not been run on a device.
+        low_precision: fp16 or bf16 [n], written with the new p rounded to nearest even.
+        target: see :mod:`ms_zero.kernels.dispatch`; None for the current device. The implementations for
+            Ascend (native AdamW) and GPU have not been run on a device.
+
+    Raises:
+        UserError: the C++ library is asked for and cannot be built.
     """
     assert step >= 1, step
-    for tensor in (param, exp_avg, exp_avg_sq):
-        _check_updatable(tensor)
+    _check_arguments((param, exp_avg, exp_avg_sq), grad, low_precision)
     scalars = _AdamScalars(
         lr=float(lr),
         beta1=float(np.float32(beta1)),
@@ -94,43 +109,43 @@ def adamw_update(
         step=int(step),
         grad_scale=float(grad_scale),
     )
-    update = select("adamw_update", {"CPU": _adamw_host, "GPU": _adam, "Ascend": _adamw_native}, target)
-    update(param, exp_avg, exp_avg_sq, grad, scalars)
+    select("adamw_update", _ADAMW, target)(param, exp_avg, exp_avg_sq, grad, low_precision, scalars)
 
 
-def _adamw_host(
-    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: _AdamScalars
+def _adamw_cpu(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    scalars: _AdamScalars,
 ) -> None:
-    beta1, beta2 = scalars.beta1, scalars.beta2
-    step_size = scalars.lr / (1.0 - beta1**scalars.step)
-    inverse_root = 1.0 / math.sqrt(1.0 - beta2**scalars.step)
-    keep = 1.0 - scalars.lr * scalars.weight_decay
-    scaled_block, scratch_block = np.empty((2, _HOST_BLOCK), np.float32)
-    for p, m, v, g in _host_blocks(param, exp_avg, exp_avg_sq, grad):
-        scaled, scratch = scaled_block[: p.size], scratch_block[: p.size]
-        if scalars.grad_scale != 1.0:
-            g = np.multiply(g, scalars.grad_scale, out=scaled)
-        m *= beta1
-        m += np.multiply(g, 1.0 - beta1, out=scratch)
-        v *= beta2
-        np.multiply(g, g, out=scratch)
-        v += np.multiply(scratch, 1.0 - beta2, out=scratch)
-        np.sqrt(v, out=scratch)
-        scratch *= inverse_root
-        scratch += scalars.eps
-        np.divide(m, scratch, out=scratch)
-        p *= keep
-        p -= np.multiply(scratch, step_size, out=scratch)
+    low = None if low_precision is None else _host_array(low_precision)
+    arrays = [_host_array(each) for each in (param, exp_avg, exp_avg_sq, grad)]
+    native_optimizer.adamw(*arrays, low, scalars.tensor())
 
 
-def _host_blocks(*tensors: Tensor, block: int = _HOST_BLOCK) -> Iterator[tuple[np.ndarray, ...]]:
-    """Matching blocks of the storages of flat CPU tensors of one length."""
-    views = [host_view(tensor) for tensor in tensors]
-    for start in range(0, views[0].size, block):
-        yield tuple(view[start : start + block] for view in views)
+def _adamw_portable(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    scalars: _AdamScalars,
+) -> None:
+    low = None if low_precision is None else _host_bits(low_precision)
+    arrays = [_host_bits(each) for each in (param, exp_avg, exp_avg_sq, grad)]
+    reference.adamw(*arrays, low, scalars.tensor())
 
 
-def _adam(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: _AdamScalars) -> None:
+def _adam(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    scalars: _AdamScalars,
+) -> None:
     if scalars.weight_decay:
         _GRADIENT_DESCENT(param, scalars.lr * scalars.weight_decay, param)
     # Adam computes p -= lr * sqrt(1-power2)/(1-power1) * m / (sqrt(v) + eps). With both powers 0 and the bias
@@ -148,10 +163,16 @@ def _adam(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scal
         scalars.eps * root,
         _scaled(grad, scalars.grad_scale),
     )
+    _write_rounded(param, low_precision)
 
 
 def _adamw_native(
-    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: _AdamScalars
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    scalars: _AdamScalars,
 ) -> None:
     # The native operator counts steps from 0. Without amsgrad it does not read its fourth argument.
     previous = Tensor([scalars.step - 1], ms.float32)
@@ -170,6 +191,10 @@ def _adamw_native(
         False,
         False,
     )
+    _write_rounded(param, low_precision)
+
+
+_ADAMW = {"CPU": _adamw_cpu, "CPU-portable": _adamw_portable, "GPU": _adam, "Ascend": _adamw_native}
 
 
 def sgd_update(
@@ -179,58 +204,117 @@ def sgd_update(
     lr: float,
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
+    low_precision: Tensor | None = None,
     target: str | None = None,
 ) -> None:
-    """Apply p -= lr*weight_decay*p, then p -= lr * grad_scale * grad, in place on param fp32 [n]."""
-    _check_updatable(param)
-    update = select("sgd_update", {"CPU": _sgd_host, "GPU": _sgd, "Ascend": _sgd}, target)
-    update(param, grad, float(lr) * float(weight_decay), float(lr) * float(grad_scale))
+    """Apply p -= lr*weight_decay*p, then p -= lr * grad_scale * grad, in place on param fp32 [n].
+
+    grad is fp32, fp16 or bf16 [n]; low_precision and target as in :func:`adamw_update`.
+    """
+    _check_arguments((param,), grad, low_precision)
+    scalars = {"lr": float(lr), "weight_decay": float(weight_decay), "grad_scale": float(grad_scale)}
+    select("sgd_update", _SGD, target)(param, grad, low_precision, **scalars)
 
 
-def _sgd_host(param: Tensor, grad: Tensor, decay: float, rate: float) -> None:
-    for p, g in _host_blocks(param, grad):
-        p *= 1.0 - decay
-        p -= g * rate
+def _sgd_cpu(param: Tensor, grad: Tensor, low_precision: Tensor | None, **scalars: float) -> None:
+    low = None if low_precision is None else _host_array(low_precision)
+    native_optimizer.sgd(_host_array(param), _host_array(grad), low, reference.sgd_scalars(**scalars))
 
 
-def _sgd(param: Tensor, grad: Tensor, decay: float, rate: float) -> None:
-    if decay:
-        _GRADIENT_DESCENT(param, decay, param)
-    _GRADIENT_DESCENT(param, rate, grad)
+def _sgd_portable(param: Tensor, grad: Tensor, low_precision: Tensor | None, **scalars: float) -> None:
+    low = None if low_precision is None else _host_bits(low_precision)
+    reference.sgd(_host_bits(param), _host_bits(grad), low, reference.sgd_scalars(**scalars))
+
+
+def _sgd(
+    param: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    *,
+    lr: float,
+    weight_decay: float,
+    grad_scale: float,
+) -> None:
+    if lr * weight_decay:
+        _GRADIENT_DESCENT(param, lr * weight_decay, param)
+    _GRADIENT_DESCENT(param, lr * grad_scale, _scaled(grad, 1.0))
+    _write_rounded(param, low_precision)
+
+
+_SGD = {"CPU": _sgd_cpu, "CPU-portable": _sgd_portable, "GPU": _sgd, "Ascend": _sgd}
 
 
 def sum_of_squares(flat: Tensor, *, target: str | None = None) -> Tensor:
-    """Return the sum of the squares of a flat tensor as an fp32 0-d tensor.
+    """Return the sum of the squares of a flat fp32, fp16 or bf16 tensor as an fp32 0-d tensor.
 
-    inf or nan in, inf or nan out, and inf where the sum exceeds fp32. On CPU the sum is made in fp64 in one
-    fixed order; elsewhere in fp32 by the device's reduction.
+    Not finite exactly when an element is not finite or the sum exceeds fp32: inf or nan in, inf or nan out.
+    On CPU the sum is made in fp64 in one fixed order; elsewhere in fp32 by the device's reduction.
     """
-    compute = {"CPU": _sum_of_squares_host, "GPU": _sum_of_squares, "Ascend": _sum_of_squares}
+    compute: dict[str, Callable[[Tensor], Tensor]] = {
+        "CPU": _sum_of_squares_cpu,
+        "CPU-portable": _sum_of_squares_portable,
+        "GPU": _sum_of_squares,
+        "Ascend": _sum_of_squares,
+    }
     return select("sum_of_squares", compute, target)(flat)
 
 
-def _sum_of_squares_host(flat: Tensor) -> Tensor:
-    total, wide = 0.0, np.empty(_DOT_BLOCK)
-    for (part,) in _host_blocks(flat, block=_DOT_BLOCK):
-        values = wide[: part.size]
-        np.copyto(values, part)
-        total += float(np.dot(values, values))
-    with np.errstate(over="ignore"):  # a sum that exceeds fp32 is inf by contract
-        return Tensor(np.float32(total))
+def _sum_of_squares_cpu(flat: Tensor) -> Tensor:
+    return Tensor(np.float32(native_optimizer.sum_of_squares(_host_array(flat))))
+
+
+def _sum_of_squares_portable(flat: Tensor) -> Tensor:
+    return Tensor(reference.sum_of_squares(_host_bits(flat)))
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
-    return _SUM(_SQUARE(flat))
+    return _SUM(_SQUARE(_scaled(flat, 1.0)))
 
 
 def _scaled(grad: Tensor, grad_scale: float) -> Tensor:
-    return grad if grad_scale == 1.0 else grad * grad_scale
+    wide = grad if grad.dtype == ms.float32 else grad.astype(ms.float32)
+    return wide if grad_scale == 1.0 else wide * grad_scale
+
+
+def _write_rounded(param: Tensor, low_precision: Tensor | None) -> None:
+    if low_precision is not None:
+        low_precision.copy_(param.astype(low_precision.dtype))
+
+
+def _host_array(tensor: Tensor) -> HostArray:
+    """Where a flat CPU tensor lies; nothing queued may still write to it (blocking launch)."""
+    return HostArray(tensor.data_ptr(), tensor.size, _CODES[tensor.dtype])
+
+
+def _host_bits(tensor: Tensor) -> np.ndarray:
+    """The storage of a flat CPU tensor as an array, bf16 as its bits."""
+    view = host_view(tensor)
+    return view.view(np.uint16) if tensor.dtype == ms.bfloat16 else view
+
+
+def _check_arguments(updated: tuple[Tensor, ...], grad: Tensor, low_precision: Tensor | None) -> None:
+    for tensor in updated:
+        assert tensor.dtype == ms.float32, f"expected float32, got {tensor.dtype}"
+        _check_updatable(tensor)
+    _check_flat(grad)
+    others = [*updated[1:], grad]
+    if low_precision is not None:
+        assert low_precision.dtype in (ms.float16, ms.bfloat16), f"low_precision is {low_precision.dtype}"
+        _check_updatable(low_precision)
+        others.append(low_precision)
+    size = updated[0].size
+    assert all(other.size == size for other in others), f"lengths differ from {size}"
+
+
+def _check_flat(tensor: Tensor) -> None:
+    assert tensor.dtype in _CODES, f"expected a float dtype, got {tensor.dtype}"
+    assert tensor.ndim == 1, f"expected a flat tensor, got shape {tensor.shape}"
+    assert tensor.is_contiguous(), "expected a contiguous tensor"
 
 
 def _check_updatable(tensor: Tensor) -> None:
-    assert tensor.dtype == ms.float32, f"expected float32, got {tensor.dtype}"
-    assert tensor.ndim == 1, f"expected a flat tensor, got shape {tensor.shape}"
+    _check_flat(tensor)
     storage = tensor.untyped_storage().size()
-    assert storage == tensor.size * _FP32_BYTES, (
+    assert storage == tensor.size * tensor.itemsize, (
         f"a view cannot be updated in place: {tensor.size} elements of a storage of {storage} bytes"
     )

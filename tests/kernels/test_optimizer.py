@@ -6,7 +6,7 @@ from mindspore import Tensor
 from ms_zero import kernels
 
 # The primitives that serve GPU exist on CPU too: their arithmetic is checked, not their CUDA kernels.
-both_targets = pytest.mark.parametrize("target", ["CPU", "GPU"])
+all_targets = pytest.mark.parametrize("target", ["CPU", "CPU-portable", "GPU"])
 
 HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -33,7 +33,7 @@ def run_adamw(target, initial, grads, **options):
     return [tensor.asnumpy() for tensor in state], exact
 
 
-@both_targets
+@all_targets
 @pytest.mark.parametrize(
     "change",
     [{}, {"weight_decay": 0.0}, {"grad_scale": 0.125}, {"eps": 1e-3}, {"beta1": 0.0}, {"beta2": 0.999}],
@@ -50,7 +50,7 @@ def test_adamw_equals_the_formula(target, change):
     assert np.abs((found[0] - initial) - (exact[0] - initial)).max() <= 1e-4 * moved
 
 
-@both_targets
+@all_targets
 def test_first_step_moves_by_the_learning_rate_whatever_the_gradient(target):
     initial = np.zeros(4, np.float32)
     grad = np.array([1e-4, -1.0, 1e4, 0.0], np.float32)
@@ -58,7 +58,7 @@ def test_first_step_moves_by_the_learning_rate_whatever_the_gradient(target):
     assert np.allclose(param, [-3e-3, 3e-3, -3e-3, 0], rtol=2e-4, atol=0)
 
 
-@both_targets
+@all_targets
 def test_adamw_leaves_the_gradient_and_shows_through_views(target):
     flat, grad = Tensor(np.ones(12, np.float32)), Tensor(np.full(12, 2, np.float32))
     view = flat[4:10].reshape(2, 3)
@@ -69,7 +69,7 @@ def test_adamw_leaves_the_gradient_and_shows_through_views(target):
     assert np.array_equal(grad.asnumpy(), np.full(12, 2))
 
 
-@both_targets
+@all_targets
 def test_sgd_equals_the_formula(target):
     rng = np.random.default_rng(2)
     initial, grad = rng.standard_normal((2, 501)).astype(np.float32)
@@ -90,7 +90,7 @@ def test_a_part_of_a_storage_is_refused(update):
     assert np.array_equal(flat.asnumpy(), np.ones(8))
 
 
-@both_targets
+@all_targets
 def test_sum_of_squares_is_accurate_for_ten_million_elements(target):
     values = np.random.default_rng(3).uniform(0.5, 1.5, 10_000_019).astype(np.float32)
     exact = (values.astype(np.float64) ** 2).sum()
@@ -102,7 +102,7 @@ def test_sum_of_squares_is_accurate_for_ten_million_elements(target):
     assert {float(repeated.asnumpy()) for repeated in again} == {float(total.asnumpy())}
 
 
-@both_targets
+@all_targets
 def test_sum_of_squares_keeps_small_values_beside_a_large_one(target):
     values = np.full(1_000_003, 0.1, np.float32)
     values[7] = 100.0
@@ -110,7 +110,7 @@ def test_sum_of_squares_keeps_small_values_beside_a_large_one(target):
     assert abs(float(kernels.sum_of_squares(Tensor(values), target=target).asnumpy()) - exact) < 1e-6 * exact
 
 
-@both_targets
+@all_targets
 @pytest.mark.parametrize(
     "bad, expected", [(np.inf, np.inf), (-np.inf, np.inf), (np.nan, np.nan), (1e30, np.inf)]
 )
