@@ -7,32 +7,44 @@ from ms_zero.comm import ProcessMesh
 from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.models.init import InitRule, init_rules, initial_values
-from ms_zero.optim.optimizer import SGD, AdamW, Optimizer
-from ms_zero.recipes.eager import EagerEngine, trainable_parameters
+from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
+from ms_zero.recipes.eager import EagerEngine
 from ms_zero.zero.bucket import ValueSource
-from ms_zero.zero.data_parallel import DataParallel
+from ms_zero.zero.sharded import Groups, Options, Sharded
+from ms_zero.zero.units import wrap_blocks
 
 # The ranks that see different data and hold the same parameters.
 DATA_AXES = ("dp_replicate", "dp_shard")
-_BYTES_PER_ELEMENT = 4
-_STAGES = {0: DataParallel}
 
 
 def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
     """Build the model with its initial values, shard its training state and return the engine."""
     model = build_model(config.model)
-    group = pmesh.group(*DATA_AXES)
-    parallel = _STAGES[config.parallel.zero_stage](
-        trainable_parameters(model),
+    sharded = Sharded(
+        model,
         seeded_values(model, config.train.seed),
+        build_options(config),
         comm=pmesh.comm,
-        group=group,
-        bucket_elements=max(1, int(config.parallel.bucket_mb * 2**20) // _BYTES_PER_ELEMENT),
+        groups=data_groups(pmesh, config.parallel.zero_stage),
         key_of=models.decay_names(model).__contains__,
+        wrap=wrap_blocks(model, leaves=True),
     )
-    optimizer = build_optimizer(config.optim, parallel)
-    resets = build_resets(config.data)
-    return EagerEngine(model, parallel, optimizer, comm=pmesh.comm, group=group, resets=resets)
+    optimizer = build_optimizer(config.optim, sharded)
+    group, resets = pmesh.group(*DATA_AXES), build_resets(config.data)
+    return EagerEngine(model, sharded, optimizer, comm=pmesh.comm, group=group, resets=resets)
+
+
+def build_options(config: RunConfig) -> Options:
+    """How the model of a run is sharded."""
+    parallel = config.parallel
+    return Options(stage=parallel.zero_stage, bucket_bytes=int(parallel.bucket_mb * 2**20))
+
+
+def data_groups(pmesh: ProcessMesh, stage: int) -> Groups:
+    """Stage 0 treats all data-parallel ranks alike; the others shard within dp_shard."""
+    if stage == 0:
+        return Groups(shard=pmesh.group(*DATA_AXES), replica=pmesh.comm.new_group((pmesh.rank,), "replica"))
+    return Groups(shard=pmesh.group("dp_shard"), replica=pmesh.group("dp_replicate"))
 
 
 def build_model(config: GPTConfig | LlamaConfig) -> nn.Cell:
@@ -54,17 +66,16 @@ def build_resets(config: DataConfig) -> DocumentResets:
     return DocumentResets(attention=config.reset_attention, positions=config.reset_positions)
 
 
-def build_optimizer(config: OptimConfig, parallel: DataParallel) -> Optimizer:
-    """The optimizer over the buckets of ``parallel``; a bucket's key says whether it decays."""
-    flats = [bucket.flat for bucket in parallel.buckets]
-    decay = [bool(bucket.layout.key) for bucket in parallel.buckets]
+def build_optimizer(config: OptimConfig, sharded: Sharded) -> Optimizer:
+    """The optimizer of a model whose groups are "does it decay"."""
+    groups = {False: GroupOptions(weight_decay=0.0)}
     if config.kind == "sgd":
-        return SGD(flats, decay, weight_decay=config.weight_decay)
+        return SGD(sharded, weight_decay=config.weight_decay, groups=groups)
     return AdamW(
-        flats,
-        decay,
+        sharded,
         beta1=config.beta1,
         beta2=config.beta2,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        groups=groups,
     )

@@ -1,19 +1,24 @@
-"""A bucket of parameters: their flat storage and their flat gradient.
+"""A bucket of parameters: their flat storage on this rank and the gradients on their way to it.
 
-Roles of the tensors (fp32 here; 1-D unless said otherwise):
+Roles of the tensors (1-D, padded so that they cut into equal chunks, one per rank of the shard group):
 
-- ``flat``: the parameters of the bucket, one after another, then padding. The model's parameters are views of
-  it, so an in-place update of ``flat`` is seen by the model.
-- pending gradients: what backward has delivered for the current microbatch, one tensor per slot.
-- ``grad``: the accumulated gradient of the step on this rank, same length as ``flat``.
-- chunk: the slice of a flat tensor that this rank owns (see ``layout.BucketLayout.chunk``).
+- ``store``: the parameters of the bucket, one after another, in the stored dtype: all of them, or under
+  stage 3 this rank's chunk only.
+- full: all of them whatever the stage. Under stage 3 it exists only inside a window (see ``windows``).
+- pending gradients: what backward has delivered for the current microbatch, one tensor per parameter.
+- held gradient: gradients of this rank added up over microbatches, same length as full; only when
+  microbatches are not synchronised.
+- reduced gradient: this rank's chunk of the sum over all ranks.
+
+The parameters themselves are views of full, or of a cast of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Tensor, ops
 
 from ms_zero.zero.layout import BucketLayout
 
@@ -22,54 +27,82 @@ ValueSource = Callable[[str, int, int], np.ndarray]
 
 
 class Bucket:
-    """Flat storage of the parameters of one layout and the accumulated gradient."""
+    """Flat storage of the parameters of one layout, and their gradients."""
 
-    def __init__(self, layout: BucketLayout, params: Mapping[str, Parameter], values: ValueSource) -> None:
-        """Move the parameters into one flat buffer.
+    def __init__(
+        self,
+        layout: BucketLayout,
+        values: ValueSource,
+        *,
+        dtype: ms.Type,
+        chunk_index: int,
+        is_sharded: bool,
+        has_gradient: bool,
+    ) -> None:
+        """Fill the store.
 
         Args:
-            layout: the slots; every slot's name must be a key of ``params``.
-            params: logical name -> Parameter; their data become views of ``flat``.
-            values: the initial values, asked for slot by slot.
+            layout: the slots.
+            values: the initial values, asked for range by range and never for more than the store holds.
+            dtype: of the store.
+            chunk_index: which chunk this rank owns.
+            is_sharded: whether the store is only that chunk.
+            has_gradient: whether the parameters are trained.
         """
-        self.layout = layout
-        self.flat = Tensor(self.assemble(values))
-        self.grad: Tensor | None = None
+        self.layout, self.dtype, self.has_gradient = layout, dtype, has_gradient
+        self.is_sharded = is_sharded
+        self.chunk = layout.chunk(chunk_index)
+        self.stored = self.chunk if is_sharded else (0, layout.padded_size)
+        self.store = self.encode(self.assemble(values, *self.stored))
+        self.held: Tensor | None = None
+        self.reduced: Tensor | None = None
         self._pending: dict[str, Tensor] = {}
-        for slot in layout.slots:
-            params[slot.name].data = self.flat[slot.start : slot.stop].reshape(slot.shape)
 
-    def load(self, values: ValueSource) -> None:
-        """Overwrite the parameters in place."""
-        self.flat.copy_(Tensor(self.assemble(values)))
+    def encode(self, values: np.ndarray) -> Tensor:
+        """A new tensor of the stored dtype."""
+        return Tensor(values).astype(self.dtype)
 
-    def assemble(self, values: ValueSource) -> np.ndarray:
-        """The values of every slot and zero padding as one fp32 array."""
-        buffer = np.zeros(self.layout.padded_size, np.float32)
-        for slot in self.layout.slots:
-            buffer[slot.start : slot.stop] = values(slot.name, 0, slot.stop - slot.start)
+    def assemble(self, values: ValueSource, start: int, stop: int) -> np.ndarray:
+        """The range ``[start, stop)`` of full as fp32, padded with zeros."""
+        buffer = np.zeros(stop - start, np.float32)
+        for piece in self.layout.pieces(start, stop):
+            first = piece.slot.start + piece.start - start
+            buffer[first : first + piece.stop - piece.start] = values(
+                piece.slot.name, piece.start, piece.stop
+            )
         return buffer
 
-    def deliver(self, name: str, grad: Tensor) -> bool:
-        """Take one parameter's gradient of the current microbatch; True when all slots have theirs."""
-        assert name not in self._pending, f"two gradients for {name} in one backward"
-        self._pending[name] = grad
-        return len(self._pending) == len(self.layout.slots)
+    def deliver(self, name: str, grad: Tensor) -> None:
+        """Add to the gradient of one parameter in the current microbatch."""
+        known = self._pending.get(name)
+        self._pending[name] = grad if known is None else known + grad
 
-    def accumulate(self) -> None:
-        """Add the pending gradients to ``grad``; a slot without one (unused parameter) counts as zero."""
-        parts = [self._flat_gradient(slot.name, slot.stop - slot.start) for slot in self.layout.slots]
+    def flatten(self, dtype: ms.Type) -> Tensor:
+        """Take the pending gradients as one tensor; a parameter without one (unused) counts as zero."""
+        parts = [self._flat_gradient(slot.name, slot.stop - slot.start, dtype) for slot in self.layout.slots]
         padding = self.layout.padded_size - self.layout.size
         if padding:
-            parts.append(_zeros(padding))
-        flat = ops.cat(parts) if len(parts) > 1 else parts[0]
+            parts.append(_zeros(padding, dtype))
         self._pending.clear()
-        self.grad = flat if self.grad is None else self.grad + flat
+        return ops.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _flat_gradient(self, name: str, numel: int) -> Tensor:
+    def drop_gradients(self) -> None:
+        """Forget everything about gradients."""
+        self._pending.clear()
+        self.held = self.reduced = None
+
+    def buffers(self) -> dict[str, int]:
+        """Bytes that this bucket holds: "weights" and "gradients"."""
+        gradients = [*self._pending.values(), self.held, self.reduced]
+        return {
+            "weights": self.store.nbytes,
+            "gradients": sum(grad.nbytes for grad in gradients if grad is not None),
+        }
+
+    def _flat_gradient(self, name: str, numel: int, dtype: ms.Type) -> Tensor:
         grad = self._pending.get(name)
-        return _zeros(numel) if grad is None else grad.reshape((-1,))
+        return _zeros(numel, dtype) if grad is None else grad.reshape((-1,)).astype(dtype)
 
 
-def _zeros(numel: int) -> Tensor:
-    return Tensor(np.zeros(numel, np.float32), ms.float32)
+def _zeros(numel: int, dtype: Any) -> Tensor:
+    return Tensor(np.zeros(numel, np.float32)).astype(dtype)

@@ -8,6 +8,7 @@ belongs to the rank with index r. Reduction, optimizer state and checkpoint piec
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Slot:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def view(self, full: Any) -> Any:
+        """The parameter inside the whole buffer (an array or a tensor), in its own shape."""
+        return full[self.start : self.stop].reshape(self.shape)
 
 
 @dataclass(frozen=True)

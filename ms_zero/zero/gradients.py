@@ -1,0 +1,148 @@
+"""Reduction of gradients: from what backward delivers on each rank to each rank's chunk of the sum.
+
+A bucket's gradient of a microbatch is complete when the backward of all units with a parameter in it has
+ended; a parameter that got none by then counts as zero, whatever the reason. What happens next depends:
+
+- synchronised: the bucket is reduce-scattered at once, its full gradient is freed, and this rank's chunk is
+  added to the reduced gradient of the step. Gradients exist only as shards, plus the buckets under way.
+- not synchronised: the full gradient is added to what this rank holds; the last microbatch reduces that.
+
+Reduce-scatter sums in rank order at the owner, so the sum of an element does not depend on which bucket it
+lies in: stages agree bitwise. With replicas of the shard group (HSDP) chunks are summed over the replicas
+once per step.
+
+Every rank must issue the same collectives in the same order, though ranks may leave different parameters
+unused. Stages 0 to 2 therefore issue buckets in one fixed order. Stage 3 issues them as units end, between
+the gathers of the units, which all ranks run in one order anyway.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import Tensor
+
+from ms_zero.comm import Communicator, Group, Handle
+from ms_zero.errors import UserError
+from ms_zero.zero.bucket import Bucket
+
+# Reductions under way at once: enough to hide one behind the other, few enough to bound what they hold.
+_MAX_IN_FLIGHT = 2
+
+
+class GradientReducer:
+    """Follows the gradients of one model through the microbatches of a step."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        units_of: Sequence[frozenset[int]],
+        *,
+        comm: Communicator,
+        shard_group: Group,
+        replica_group: Group,
+        wire_dtype: ms.Type,
+        kept_dtype: ms.Type,
+        synchronise: bool,
+        in_order: bool,
+    ) -> None:
+        """Start with no gradient.
+
+        Args:
+            buckets: with trained parameters, in the order in which backward is expected to finish them.
+            units_of: per bucket the numbers of the units that have a parameter in it.
+            comm: the communicator.
+            shard_group: ranks that see different data and own the chunks.
+            replica_group: ranks that own the same chunk and see different data; may be of size 1.
+            wire_dtype: of a reduction.
+            kept_dtype: of gradients kept between microbatches and until the update.
+            synchronise: whether each microbatch is reduced, or only their sum in the last one.
+            in_order: whether buckets are issued in the order given.
+        """
+        self.buckets = list(buckets)
+        self._units_of = list(units_of)
+        self._comm, self._shard_group, self._replica_group = comm, shard_group, replica_group
+        self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
+        self._synchronise, self._in_order = synchronise, in_order
+        self._is_last = False
+        self._waiting_for: list[set[int]] = [set() for _ in self.buckets]
+        self._complete: set[int] = set()  # not yet issued
+        self._issued: set[int] = set()
+        self._in_flight: deque[tuple[Bucket, Handle[Tensor]]] = deque()
+
+    def begin(self, *, last: bool) -> None:
+        """Start a microbatch."""
+        self._is_last = last
+        self._waiting_for = [set(units) for units in self._units_of]
+        self._complete.clear()
+        self._issued.clear()
+
+    def deliver(self, index: int, name: str, grad: Tensor) -> None:
+        """Take a gradient.
+
+        Raises:
+            UserError: the parameter's unit has ended: it is also used outside the cells of its unit.
+        """
+        if index in self._complete or index in self._issued:
+            raise UserError(
+                f"zero: parameter {name} got a gradient after the backward of its unit had ended: it is used "
+                f"outside of the cell that holds it, or by a recomputed cell that runs more than once; "
+                f"choose a wrap policy that leaves this cell to the root unit"
+            )
+        self.buckets[index].deliver(name, grad)
+
+    def end_unit(self, unit: int) -> None:
+        """The backward of a unit is over in this microbatch."""
+        for index, units in enumerate(self._waiting_for):
+            if unit in units:
+                units.remove(unit)
+                if not units:
+                    self._complete.add(index)
+        self._issue()
+
+    def end(self) -> None:
+        """Backward is over: what is missing counts as zero."""
+        for index, units in enumerate(self._waiting_for):
+            if units:
+                units.clear()
+                self._complete.add(index)
+        self._issue()
+        assert len(self._issued) == len(self.buckets)
+
+    def finish(self) -> None:
+        """Wait for the reductions of the step and sum the chunks over the replicas."""
+        while self._in_flight:
+            self._collect()
+        if self._replica_group.size > 1:
+            for bucket in self.buckets:
+                wire = bucket.reduced.astype(self._wire_dtype)
+                bucket.reduced = self._comm.all_reduce(wire, self._replica_group).astype(self._kept_dtype)
+
+    def _issue(self) -> None:
+        while self._complete:
+            index = len(self._issued) if self._in_order else min(self._complete)
+            if index not in self._complete:
+                return
+            self._complete.remove(index)
+            self._issued.add(index)
+            self._finish(self.buckets[index])
+
+    def _finish(self, bucket: Bucket) -> None:
+        if self._synchronise:
+            self._reduce(bucket, bucket.flatten(self._wire_dtype))
+            return
+        flat = bucket.flatten(self._kept_dtype)
+        bucket.held = flat if bucket.held is None else bucket.held + flat
+        if self._is_last:
+            total, bucket.held = bucket.held, None
+            self._reduce(bucket, total.astype(self._wire_dtype))
+
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> None:
+        self._in_flight.append((bucket, self._comm.reduce_scatter_async(flat, self._shard_group)))
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._collect()
+
+    def _collect(self) -> None:
+        bucket, handle = self._in_flight.popleft()
+        chunk = handle.wait().astype(self._kept_dtype)
+        bucket.reduced = chunk if bucket.reduced is None else bucket.reduced + chunk

@@ -1,0 +1,280 @@
+"""ZeRO on one model: parameters and gradients as this rank holds them, stages 0 to 3.
+
+| stage | parameters | gradients, synchronised | optimizer state | volume per step of one microbatch |
+|---|---|---|---|---|
+| 0 | whole | chunk | whole | reduce-scatter and gather of gradients: 2 Psi |
+| 1 | whole | chunk | chunk | reduce-scatter of gradients, gather of parameters: 2 Psi |
+| 2 | whole | chunk | chunk | the same: 2 Psi |
+| 3 | chunk | chunk | chunk | gather for forward and for backward, reduce-scatter: 3 Psi |
+
+(Rajbhandari et al. 2020, arXiv:1910.02054.) Stages 1 and 2 differ in when gradients become chunks: stage 2 in
+every microbatch, so that only chunks are kept; stage 1, unless told otherwise, once per step, for less
+traffic and with whole gradients in memory meanwhile.
+
+One step: for each microbatch :meth:`Sharded.microbatch` around backward; then :meth:`Sharded.reduce`; then
+per trained bucket :meth:`Sharded.gradient`, :meth:`Sharded.owned_values`, the optimizer, :meth:`Sharded.publish`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from ms_zero import kernels
+from ms_zero._compat import clear_grads
+from ms_zero.comm import Communicator, Group
+from ms_zero.precision.policy import DTYPES, Policy
+from ms_zero.zero.bucket import Bucket, ValueSource
+from ms_zero.zero.gradients import GradientReducer
+from ms_zero.zero.layout import BucketLayout, ParamSpec, plan_buckets
+from ms_zero.zero.units import UnitSpec, Wrap, plan_units, wrap_blocks
+from ms_zero.zero.windows import Place, Unit, Windows
+
+MAX_STAGE = 3
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who shares what.
+
+    Attributes:
+        shard: ranks that see different data and own one chunk each.
+        replica: ranks that own the same chunk and see different data (HSDP); of size 1 without replicas.
+    """
+
+    shard: Group
+    replica: Group
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is sharded.
+
+    Attributes:
+        stage: 0 to 3.
+        policy: dtypes.
+        synchronise: whether every microbatch is reduced; None: in stages 2 and 3, which keep no whole
+            gradients.
+        reshard_after_forward: stage 3: whether parameters are freed between forward and backward.
+        prefetch: stage 3: units gathered ahead.
+        bucket_bytes: stages 0 to 2: size of a bucket in the stored dtype; stage 3 has one per unit and kind.
+    """
+
+    stage: int
+    policy: Policy = field(default_factory=Policy)
+    synchronise: bool | None = None
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    bucket_bytes: int = 25 * 2**20
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether every microbatch is reduced."""
+        return self.stage >= 2 if self.synchronise is None else self.synchronise
+
+
+class Sharded:
+    """The buckets, units and gradients of one model on this rank."""
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        values: ValueSource,
+        options: Options,
+        *,
+        comm: Communicator,
+        groups: Groups,
+        working: ms.Type = ms.float32,
+        grid: ms.Type | None = None,
+        in_fp32: Callable[[str], bool] = lambda name: False,
+        key_of: Callable[[str], Hashable] = lambda name: None,
+        wrap: Wrap | None = None,
+    ) -> None:
+        """Move the model's parameters into buckets and register hooks.
+
+        Args:
+            model: its parameters need names and shapes, not values.
+            values: initial values, the same on every rank of the data-parallel groups.
+            options: stage, dtypes, traffic.
+            comm: the communicator.
+            groups: who shares what.
+            working: dtype that the device computes in.
+            grid: dtype to whose values working values are rounded, or None.
+            in_fp32: whether a parameter works in fp32 whatever ``working`` is.
+            key_of: group of a trained parameter; buckets never mix groups.
+            wrap: which cells are units; None: repeated blocks.
+        """
+        self.model, self.options, self.groups = model, options, groups
+        self._comm, self._values = comm, values
+        self.names = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
+        params = dict(model.parameters_and_names())
+        self.trained = {name for name, param in params.items() if param.requires_grad}
+        specs = plan_units(model, wrap or wrap_blocks(model))
+        layouts = self._plan(specs, lambda name: (name in self.trained, key_of(name)))
+        self.all_buckets = [self._bucket(layout) for layout in layouts]
+        self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
+        dtypes = {name: (ms.float32, None) if in_fp32(name) else (working, grid) for name in params}
+        places = self._places(params, dtypes)
+        self._units = [
+            Unit(number, spec.name, spec.cells, tuple(places[name] for name in spec.params))
+            for number, spec in enumerate(specs)
+        ]
+        self._reducer = self._make_reducer(specs)
+        self._windows = Windows(
+            model,
+            self._units,
+            comm=comm,
+            group=groups.shard,
+            reshard_after_forward=options.reshard_after_forward,
+            prefetch=options.prefetch,
+            on_unit_end=self._reducer.end_unit,
+        )
+        self._trained_params = [params[name] for name in params if name in self.trained]
+        self._register_gradient_hooks(params, {name: grid for name, (_, grid) in dtypes.items()})
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether optimizer state is sharded."""
+        return self.options.stage >= 1
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Wrap the backward of one microbatch; ``last`` says that the step has no further one."""
+        self._reducer.begin(last=last)
+        yield
+        self._reducer.end()
+        self._windows.close_all()
+        clear_grads(self._trained_params)
+
+    def reduce(self) -> None:
+        """Finish the reduction of the step: every trained bucket has this rank's chunk of the sum."""
+        self._reducer.finish()
+
+    def sum_of_squares(self) -> float:
+        """Of the reduced gradient over all parameters, each counted once; equal on all ranks."""
+        squares = sum(kernels.sum_of_squares(bucket.reduced).reshape((1,)) for bucket in self.buckets)
+        return float(self._comm.all_reduce(squares, self.groups.shard).asnumpy()[0]) if self.buckets else 0.0
+
+    def gradient(self, index: int) -> Tensor:
+        """The reduced gradient of a trained bucket over the range that this rank updates."""
+        reduced = self.buckets[index].reduced
+        return reduced if self.is_sharded else self._comm.all_gather(reduced, self.groups.shard)
+
+    def owned(self, index: int) -> tuple[int, int]:
+        """The range of a trained bucket that this rank updates: its chunk, or all of it in stage 0."""
+        bucket = self.buckets[index]
+        return bucket.chunk if self.is_sharded else bucket.stored
+
+    def owned_values(self, index: int) -> Tensor:
+        """The stored parameters of that range, to be updated in place and published."""
+        bucket = self.buckets[index]
+        if self.owned(index) == bucket.stored:
+            return bucket.store
+        start, stop = bucket.chunk
+        return bucket.store[start:stop].copy()
+
+    def publish(self, index: int, values: Tensor) -> None:
+        """Give updated parameters to all ranks that store them."""
+        bucket = self.buckets[index]
+        if values is not bucket.store:
+            bucket.store.copy_(self._comm.all_gather(values, self.groups.shard))
+
+    def initial_values(self, index: int) -> np.ndarray:
+        """The unrounded initial values of the owned range, fp32, for master weights."""
+        return self.buckets[index].assemble(self._values, *self.owned(index))
+
+    def discard(self) -> None:
+        """Forget the gradients of the step."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+
+    def saves(self, bucket: Bucket) -> tuple[int, int]:
+        """The range that this rank writes to a checkpoint; together the ranks cover everything once."""
+        return bucket.chunk if self.groups.replica.index == 0 else (0, 0)
+
+    def open_bytes(self) -> int:
+        """Bytes of parameters that exist only because windows are open."""
+        return self._windows.open_bytes()
+
+    def forget_initial_values(self) -> None:
+        """Let go of the source of initial values, which may hold a whole model."""
+        self._values = _no_values
+
+    def whole_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole stored value of every parameter, bucket by bucket. Collective in stage 3."""
+        for bucket in self.all_buckets:
+            shard_group = self.groups.shard
+            full = self._comm.all_gather(bucket.store, shard_group) if bucket.is_sharded else bucket.store
+            for slot in bucket.layout.slots:
+                yield slot.name, slot.view(full)
+
+    def _plan(self, specs: Sequence[UnitSpec], key: Callable[[str], Hashable]) -> list[BucketLayout]:
+        degree = self.groups.shard.size
+        if self.options.stage == MAX_STAGE:
+            units = [[ParamSpec(n, self.names[n], key(n)) for n in spec.params] for spec in reversed(specs)]
+            whole = [plan_buckets(unit, max_elements=2**62, degree=degree) for unit in units]
+            return [layout for layouts in whole for layout in layouts]
+        params = [ParamSpec(name, shape, key(name)) for name, shape in self.names.items()]
+        limit = max(1, self.options.bucket_bytes // self.options.policy.weight_bytes)
+        return plan_buckets(params, max_elements=limit, degree=degree)
+
+    def _bucket(self, layout: BucketLayout) -> Bucket:
+        return Bucket(
+            layout,
+            self._values,
+            dtype=DTYPES[self.options.policy.param],
+            chunk_index=self.groups.shard.index,
+            is_sharded=self.options.stage == MAX_STAGE,
+            has_gradient=layout.key[0],
+        )
+
+    def _places(self, params: Mapping[str, Parameter], dtypes: Mapping[str, tuple]) -> dict[str, Place]:
+        """Where each parameter lies; sets it to its resting form."""
+        places = {}
+        placeholder = Tensor(np.zeros(1, np.float32)).astype(DTYPES[self.options.policy.param])
+        for bucket in self.all_buckets:
+            for slot in bucket.layout.slots:
+                resting = placeholder if bucket.is_sharded else slot.view(bucket.store)
+                params[slot.name].data = resting
+                param, name = params[slot.name], slot.name
+                places[name] = Place(param, resting, bucket, slot, *dtypes[name])
+        return places
+
+    def _make_reducer(self, specs: Sequence[UnitSpec]) -> GradientReducer:
+        unit_of = {name: number for number, spec in enumerate(specs) for name in spec.params}
+        policy = self.options.policy
+        return GradientReducer(
+            self.buckets,
+            [frozenset(unit_of[slot.name] for slot in bucket.layout.slots) for bucket in self.buckets],
+            comm=self._comm,
+            shard_group=self.groups.shard,
+            replica_group=self.groups.replica,
+            wire_dtype=DTYPES[policy.reduce],
+            kept_dtype=DTYPES[policy.accumulate],
+            synchronise=self.options.synchronises,
+            in_order=self.options.stage < MAX_STAGE,
+        )
+
+    def _register_gradient_hooks(
+        self, params: Mapping[str, Parameter], grids: Mapping[str, ms.Type | None]
+    ) -> None:
+        # The framework keeps what a hook returns: one element instead of a second full gradient.
+        dropped = Tensor(np.zeros(1, np.float32))
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.layout.slots:
+                params[slot.name].register_hook(self._receive(index, slot.name, grids[slot.name], dropped))
+
+    def _receive(self, index: int, name: str, grid: ms.Type | None, dropped: Tensor) -> Callable[[Any], Any]:
+        def receive(grad: Tensor) -> Tensor:
+            self._reducer.deliver(index, name, grad if grid is None else grad.astype(grid))
+            return dropped
+
+        return receive
+
+
+def _no_values(name: str, start: int, stop: int) -> np.ndarray:
+    raise AssertionError(f"initial values of {name} were asked for after they were let go")

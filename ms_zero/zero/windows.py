@@ -1,0 +1,209 @@
+"""When a unit's parameters are whole: windows around its forward and its backward.
+
+Roles of the tensors a Parameter shows:
+
+- resting: outside windows. Under stage 3 a placeholder of one element; else a view of the bucket's store.
+- working: inside a window. A view of full, cast to the dtype that the device computes in where that differs
+  from the stored one. The cast is made anew in each window instead of once: otherwise a second copy of all
+  weights would linger. Backward reads it through the Parameter: autograd saves that, not its value.
+
+Events come from cell hooks, in the order of execution: before forward (open, gather what the next unit
+needs), after forward (close), before backward (open again), after backward (close; the unit's gradients are
+complete). A cell that is recomputed runs its second forward between the last two, with the weights of that
+window.
+
+A unit of several cells stays open from its first to its last one. What is gathered ahead is what the pass
+before opened next; the first pass gathers on demand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from ms_zero._compat import is_recording
+from ms_zero.comm import Communicator, Group, Handle
+from ms_zero.zero.bucket import Bucket
+from ms_zero.zero.layout import Slot
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter of a unit: where it lies and what it shows.
+
+    Attributes:
+        param: the parameter.
+        resting: what it shows outside windows.
+        bucket: where it is stored.
+        slot: its range there.
+        working: dtype inside a window.
+        grid: dtype to whose values it is rounded first, or None.
+    """
+
+    param: Parameter
+    resting: Tensor
+    bucket: Bucket
+    slot: Slot
+    working: ms.Type
+    grid: ms.Type | None
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether working and resting differ."""
+        return self.bucket.is_sharded or self.grid is not None or self.working != self.bucket.dtype
+
+    def show(self, full: Tensor) -> None:
+        """Set the parameter to the working form of its part of full."""
+        value = self.slot.view(full)
+        if self.grid is not None:
+            value = value.astype(self.grid)
+        self.param.data = value.astype(self.working) if value.dtype != self.working else value
+
+
+@dataclass
+class Unit:
+    """Cells with one window, and its state."""
+
+    number: int
+    name: str
+    cells: tuple[nn.Cell, ...]
+    places: tuple[Place, ...]
+    is_open: bool = False
+    gathers: list[Handle[Tensor]] = field(default_factory=list)
+    ran: set[int] = field(default_factory=set)
+    calls: int = 0  # recorded forwards whose backward has not ended
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Buckets with its parameters, each once."""
+        return list({id(place.bucket): place.bucket for place in self.places}.values())
+
+    @property
+    def sharded_buckets(self) -> list[Bucket]:
+        """Those of them that have to be gathered."""
+        return [bucket for bucket in self.buckets if bucket.is_sharded]
+
+
+class Windows:
+    """Opens and closes the windows of one model's units."""
+
+    def __init__(
+        self,
+        root: nn.Cell,
+        units: Sequence[Unit],
+        *,
+        comm: Communicator,
+        group: Group,
+        reshard_after_forward: bool,
+        prefetch: int,
+        on_unit_end: Callable[[int], None],
+    ) -> None:
+        """Register hooks.
+
+        Args:
+            root: the model.
+            units: all units; each parameter is a place of exactly one.
+            comm: the communicator.
+            group: ranks that share the chunks of sharded buckets.
+            reshard_after_forward: whether a recorded forward closes windows.
+            prefetch: how many units are gathered ahead.
+            on_unit_end: called with the unit's number when its backward in a microbatch is over.
+        """
+        self._units, self._comm, self._group = list(units), comm, group
+        self._reshard_after_forward, self._prefetch = reshard_after_forward, prefetch
+        self._on_unit_end = on_unit_end
+        self._next = {"forward": {}, "backward": {}}  # unit -> the one opened after it
+        self._last_opened: int | None = None
+        for unit in self._units:
+            for cell in unit.cells:
+                self._register(unit, cell)
+        root.register_forward_hook(self._end_of_forward)
+
+    def close_all(self) -> None:
+        """End a pass, complete or not."""
+        for unit in self._units:
+            unit.calls = 0
+            unit.ran.clear()
+            unit.gathers.clear()
+            self._close(unit)
+        self._last_opened = None
+
+    def open_bytes(self) -> int:
+        """Bytes of parameters that exist only because windows are open or being opened."""
+        return sum(_shown_bytes(unit) for unit in self._units if unit.is_open or unit.gathers)
+
+    def _register(self, unit: Unit, cell: nn.Cell) -> None:
+        cell.register_forward_pre_hook(lambda *_: self._before(unit, "forward"))
+        cell.register_forward_hook(lambda cell, inputs, output: self._after_forward(unit, cell))
+        cell.register_backward_pre_hook(lambda *_: self._before(unit, "backward"))
+        cell.register_backward_hook(lambda *_: self._after_backward(unit))
+
+    def _before(self, unit: Unit, phase: str) -> None:
+        self._open(unit)
+        follows = self._next[phase]
+        if self._last_opened is not None and self._last_opened != unit.number:
+            follows[self._last_opened] = unit.number
+        self._last_opened = unit.number
+        ahead = unit.number
+        for _ in range(self._prefetch):
+            ahead = follows.get(ahead)
+            if ahead is None:
+                return
+            self._gather(self._units[ahead])
+
+    def _after_forward(self, unit: Unit, cell: nn.Cell) -> None:
+        unit.calls += is_recording()
+        unit.ran.add(id(cell))
+        if len(unit.ran) == len(unit.cells):
+            self._end_forward_window(unit)
+
+    def _end_of_forward(self, *_: object) -> None:
+        for unit in self._units:
+            if unit.ran:
+                self._end_forward_window(unit)
+        self._last_opened = None
+
+    def _end_forward_window(self, unit: Unit) -> None:
+        unit.ran.clear()
+        if self._reshard_after_forward or not is_recording():
+            self._close(unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        unit.calls -= 1
+        if unit.calls == 0:
+            self._close(unit)
+            self._on_unit_end(unit.number)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.is_open or unit.gathers:
+            return
+        for bucket in unit.sharded_buckets:
+            unit.gathers.append(self._comm.all_gather_async(bucket.store, self._group))
+
+    def _open(self, unit: Unit) -> None:
+        if unit.is_open:
+            return
+        self._gather(unit)
+        gathered = [handle.wait() for handle in unit.gathers]
+        unit.gathers.clear()
+        full = {id(bucket): bucket.store for bucket in unit.buckets}
+        full |= zip((id(bucket) for bucket in unit.sharded_buckets), gathered, strict=True)
+        for place in unit.places:
+            if place.needs_window:
+                place.show(full[id(place.bucket)])
+        unit.is_open = True
+
+    def _close(self, unit: Unit) -> None:
+        if not unit.is_open:
+            return
+        for place in unit.places:
+            if place.needs_window:
+                place.param.data = place.resting
+        unit.is_open = False
+
+
+def _shown_bytes(unit: Unit) -> int:
+    if unit.gathers:
+        return sum(bucket.store.nbytes * bucket.layout.degree for bucket in unit.sharded_buckets)
+    return sum(place.param.data.nbytes for place in unit.places if place.needs_window)
