@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 from mindspore import _c_expression as _c
 from mindspore.common._grad_function import _Function
 from mindspore.common.dtype import _dtype_to_nptype
@@ -101,6 +101,39 @@ def leaf(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     if requires_grad:
         found.requires_grad_(True)
     return found
+
+
+@contextmanager
+def nested_backward(around: Iterable[nn.Cell]) -> Iterator[None]:
+    """Wrap a :func:`backward` inside ``function_class.backward`` when cells may have backward hooks.
+
+    The end of any backward calls the backward hooks that still wait for the gradient of their cell's input,
+    as if it would never come; at the end of a nested one it is on its way. `around`: the cells whose backward
+    the nested one is a part of. Their hooks stay waiting. Those whose cell has no input that needs a gradient
+    are called at the end of the outer backward, as without nesting.
+    Checked on 2.10.0: ``Cell._cell_backward_hook``, attributes ``grad_output`` (set while it waits) and
+    ``hook_dict``; ``_pynative_executor.queue_backward_final_callback``.
+    """
+    hooks = [cell._cell_backward_hook for cell in around]
+    waiting = [(hook, hook.grad_output, hook.hook_dict) for hook in hooks if hook and hook.grad_output]
+    for hook, _, _ in waiting:
+        hook.hook_dict = dict
+    try:
+        yield
+    finally:
+        for hook, grad_output, registered in waiting:
+            hook.grad_output, hook.hook_dict = grad_output, registered
+    if waiting:
+        _pynative_executor.queue_backward_final_callback(lambda: _end_hooks([hook for hook, _, _ in waiting]))
+
+
+def _end_hooks(hooks: Sequence) -> None:
+    """Call the backward hooks that got no gradient of their cell's input."""
+    for hook in hooks:
+        grad_output, hook.grad_output = hook.grad_output, None
+        if grad_output is not None:
+            for registered in list((hook.hook_dict() or {}).values()):
+                registered(hook.cell, (None,), grad_output)
 
 
 def host_view(tensor: Tensor) -> np.ndarray:

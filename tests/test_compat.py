@@ -1,7 +1,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_zero import _compat
 
@@ -113,6 +113,46 @@ def test_backward_inside_a_function_backward(weight):
         loss = Recomputed.apply(weight * 1).sum()
     _compat.backward(loss)
     np.testing.assert_array_equal(weight._grad.asnumpy(), [2, 4, 6])
+
+
+class Nested(_compat.function_class):
+    """2 x, with a backward inside its backward."""
+
+    @staticmethod
+    def forward(ctx, around, x):
+        ctx.around = around
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        with _compat.tape():
+            inner = _compat.leaf(grad, requires_grad=True) * 2
+        with _compat.nested_backward(ctx.around):
+            _compat.backward(inner, grad)
+        return None, grad * 2
+
+
+@pytest.mark.parametrize("input_needs_gradient", [True, False])
+def test_nested_backward_leaves_the_hooks_of_the_cells_around_it_waiting(weight, input_needs_gradient):
+    class Twice(nn.Cell):
+        def construct(self, x):
+            return Nested.apply([self], Nested.apply([self], x * weight))
+
+    cell, log = Twice(), []
+    cell.register_backward_hook(lambda _, inputs, outputs: log.append((inputs[0], outputs[0].asnumpy()[0])))
+    weight.register_hook(lambda grad: log.append("weight"))
+    x = _compat.leaf(Tensor(np.ones(3, np.float32)), requires_grad=input_needs_gradient)
+    for _ in range(2):
+        log.clear()
+        with _compat.tape():
+            loss = cell(x).sum()
+        _compat.backward(loss)
+        assert len(log) == 2 and "weight" in log
+        inputs, output = next(entry for entry in log if entry != "weight")
+        assert output == 1
+        assert (inputs is not None) == input_needs_gradient
+        if input_needs_gradient:
+            np.testing.assert_array_equal(inputs.asnumpy(), [4, 8, 12])
 
 
 def test_leaf_shares_the_storage_but_not_the_graph(weight):

@@ -1,0 +1,45 @@
+"""Tensors within nested tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspore import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the next tensor of a flattened value."""
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of `value` in order, and `value` with a :class:`Slot` in place of each."""
+    tensors: list[Tensor] = []
+
+    def strip(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return Slot()
+        return _rebuild(part, strip)
+
+    return tensors, strip(value)
+
+
+def unflatten(tensors: Iterator[Tensor], spec: Any) -> Any:
+    """The inverse of :func:`flatten`."""
+    if isinstance(spec, Slot):
+        return next(tensors)
+    return _rebuild(spec, lambda part: unflatten(tensors, part))
+
+
+def _rebuild(value: Any, change: Any) -> Any:
+    """`value` with `change` applied to its direct parts, itself when it is no container."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[change(part) for part in value])
+    if isinstance(value, tuple | list):
+        return type(value)(change(part) for part in value)
+    if isinstance(value, dict):
+        return {key: change(part) for key, part in value.items()}
+    return value

@@ -1,0 +1,170 @@
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from ms_zero import kernels, memory
+from ms_zero._compat import backward, gradient, tape
+from ms_zero.errors import UserError
+from tests.memory.training import assert_bitwise, batch, build, forward, leaf_of, step
+
+SIZES = {"none": 1000, "selective": 400, "full": 50}
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_every_policy_trains_bitwise_as_without(family):
+    model = build(family)
+    plain = step(model)
+    policies = [
+        ("none", {}),
+        ("full", {}),
+        ("every_k", {"every": 2}),
+        ("sqrt", {}),
+        ("selective", {}),
+        ("budget", {"budget_bytes": 3000, "bytes_of": SIZES.__getitem__}),
+    ]
+    for kind, options in policies:
+        applied = memory.apply_recompute(model, kind, **options)
+        assert_bitwise(step(model), plain)
+        applied.remove()
+    assert_bitwise(step(model), plain)
+
+
+def test_what_was_wrapped():
+    model = build()
+    applied = memory.apply_recompute(model, "every_k", every=3)
+    assert list(applied.cells) == ["transformer.h.0", "transformer.h.3"]
+    assert applied.cells["transformer.h.3"] is model.transformer.h[3]
+    assert applied.text == "recompute every_k: 2 of 5 blocks in full"
+    applied.remove()
+    applied = memory.apply_recompute(model, "selective")
+    assert next(iter(applied.cells)) == "transformer.h.0.attn.attention" and len(applied.cells) == 5
+    applied.remove()
+    applied = memory.apply_recompute(model, "budget", budget_bytes=2600, bytes_of=SIZES.__getitem__)
+    assert applied.text.endswith("0 of 5 blocks in full, the attention of 5, 2.6e-06 of 2.6e-06 GB")
+
+
+def saved_bytes(model):
+    found = {}
+
+    def pack(tensor):
+        found[tensor.data_ptr()] = tensor.data  # kept, so that no address is used twice
+        return tensor.data
+
+    weights = {param.data_ptr() for param in model.get_parameters()}
+    with ms.saved_tensors_hooks(pack, lambda tensor: tensor), tape():
+        loss = forward(model, batch())
+    assert loss is not None
+    return sum(tensor.nbytes for address, tensor in found.items() if address not in weights)
+
+
+def test_policies_keep_less():
+    model = build()
+    kept = {}
+    for kind in ("none", "selective", "full", "sqrt"):
+        applied = memory.apply_recompute(model, kind)
+        kept[kind] = saved_bytes(model)
+        applied.remove()
+    inputs = 2 * 16 * 24 * 4
+    assert kept["none"] > kept["selective"] > kept["full"] > kept["sqrt"]
+    assert kept["full"] - kept["sqrt"] == 3 * inputs  # 5 blocks or 2 segments
+
+
+def test_llama_and_foreign_blocks_are_found():
+    assert list(memory.find_blocks(build("llama"))) == [f"model.layers.{i}" for i in range(5)]
+
+    class Nested(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.CellList([nn.Dense(2, 2)])
+
+        def construct(self, x):
+            return self.experts[0](x)
+
+    class Two(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.CellList([Nested(), Nested()])
+            self.decoder = nn.CellList([Nested()])
+
+    assert list(memory.find_blocks(Two())) == ["encoder.0", "encoder.1", "decoder.0"]
+    with pytest.raises(UserError, match=r"Dense has no nn\.CellList of blocks: give the blocks as `blocks`"):
+        memory.find_blocks(nn.Dense(2, 2))
+
+
+def test_blocks_of_the_users_choice():
+    model = nn.SequentialCell([nn.Dense(3, 3), nn.Dense(3, 3)])
+    applied = memory.apply_recompute(model, "full", blocks={"first": model[0]})
+    assert applied.cells == {"first": model[0]}
+
+
+def test_hooks_of_the_model_around_the_blocks_fire_once_and_last():
+    model, log = build(), []
+    model.register_backward_hook(lambda *_: log.append("model"))
+    model.transformer.wte.weight.register_hook(lambda grad: log.append("embedding"))
+    memory.apply_recompute(model, "full")
+    for _ in range(2):
+        log.clear()
+        step(model)
+        assert log == ["embedding", "model"]
+
+
+def test_all_or_nothing():
+    model = build()
+    memory.recompute(model.transformer.h[3])
+    with pytest.raises(UserError, match="GPTBlock is recomputed already"):
+        memory.apply_recompute(model, "full")
+    wrapped = [block for block in model.transformer.h if "construct" in vars(block)]
+    assert wrapped == [model.transformer.h[3]]
+
+
+def test_selective_needs_a_core():
+    model = nn.Cell()
+    model.blocks = nn.CellList([nn.Dense(2, 2)])
+    with pytest.raises(UserError, match=r"blocks\.0 \(Dense\) contains no CausalAttention: name the cells"):
+        memory.apply_recompute(model, "selective")
+    applied = memory.apply_recompute(model, "selective", cores=(nn.Dense, kernels.CausalAttention))
+    assert list(applied.cells) == ["blocks.0"]
+
+
+class Chain(nn.Cell):
+    """Calls its blocks in `order`, each with what the one before it returned."""
+
+    def __init__(self, order=(0, 1, 2, 3)):
+        super().__init__()
+        self.blocks = nn.CellList([nn.Dense(3, 3) for _ in range(4)])
+        self.order = order
+
+    def construct(self, x):
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def test_a_segment_runs_its_blocks_once_in_forward_and_once_more_in_backward():
+    model, calls = Chain(), []
+    for number, block in enumerate(model.blocks):
+        block.weight.register_hook(lambda grad, number=number: calls.append(f"gradient {number}"))
+    memory.apply_recompute(model, "sqrt")
+    x = leaf_of(np.ones((2, 3)))
+    with tape():
+        loss = model(x).sum()
+    assert calls == []
+    backward(loss)
+    assert calls == [f"gradient {number}" for number in (3, 2, 1, 0)] and gradient(x) is not None
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3)])
+def test_a_segment_refuses_another_order(order):
+    model = Chain(order)
+    memory.apply_recompute(model, "sqrt")
+    with pytest.raises(UserError, match=r"block 1 of a segment \(Dense\) is not given the result"):
+        model(Tensor(np.ones((2, 3), np.float32)))
+
+
+def test_a_segment_refuses_backward_hooks_between_its_blocks():
+    model = Chain()
+    model.blocks[0].register_backward_hook(lambda *_: None)
+    memory.apply_recompute(model, "sqrt")
+    with tape(), pytest.raises(UserError, match="or has backward hooks: choose full instead of sqrt"):
+        model(leaf_of(np.ones((2, 3))))
