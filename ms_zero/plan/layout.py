@@ -17,7 +17,8 @@ class Precision:
     """Bytes per element of each kind of tensor.
 
     Args:
-        weight: parameters as the model computes with them.
+        weight: stored parameters.
+        gathered: parameters while they are gathered for a unit that computes with them.
         gradient: accumulated gradients.
         master: the optimizer's own copy of the weights; 0 when ``weight`` is that copy.
         moments: all optimizer moments together.
@@ -28,6 +29,7 @@ class Precision:
     """
 
     weight: int = 2
+    gathered: int = 2
     gradient: int = 2
     master: int = 4
     moments: int = 8
@@ -45,8 +47,10 @@ MIXED = Precision()
 """The ZeRO paper's 16 bytes: 2 + 2 + 12."""
 MIXED_FP32_GRADIENTS = Precision(gradient=4, reduce=4)
 """Megatron's 18 bytes: 2 + 4 + 12."""
-FP32 = Precision(weight=4, gradient=4, master=0, activation=4, reduce=4)
+FP32 = Precision(weight=4, gathered=4, gradient=4, master=0, activation=4, reduce=4)
 """All in fp32: 16 bytes, no second copy of the weights."""
+MINDFORMERS = Precision(weight=4, gathered=2, gradient=2, master=0)
+"""MindFormers: fp32 parameters cast to 16 bits where they are used, 16-bit gradients: 14 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

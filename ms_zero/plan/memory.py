@@ -1,0 +1,393 @@
+"""Memory of a device: what is held at the fullest moment of a training step, part by part.
+
+Held all the time: weights, gradients, master weights and moments, each divided by the ranks that ZeRO shards
+it over (`Layout`), and the framework's reserve. On top of that backward holds the activations of the
+microbatches in flight (`layout.in_flight`, `activations`) and, at one moment or another, either the logits or
+the gradients of one layer together with what recompute rebuilds; the larger of the two counts, not their sum.
+Weights that ZeRO-3 gathers count for the largest unit and the one fetched ahead. The optimizer step is the
+other candidate for the peak.
+
+The estimate errs high: ``reserve`` holds the runtime's own memory and a margin for what an allocator loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ms_zero.errors import UserError
+from ms_zero.plan.activations import (
+    FUSED,
+    Kept,
+    LayerActivations,
+    dispatch_bytes,
+    layer_activations,
+    logits_bytes,
+)
+from ms_zero.plan.layout import Layout, in_flight
+from ms_zero.plan.parameters import (
+    DeviceParameters,
+    device_embedding_parameters,
+    device_head_parameters,
+    device_layer_parameters,
+)
+from ms_zero.plan.recompute import RecomputePlan, plan_recompute
+from ms_zero.plan.report import MemoryReport, StageMemory
+from ms_zero.plan.shapes import LayerShape, ModelShape
+
+RESERVE = 1.5e9
+"""Bytes of an accelerator that runtime, kernels and collective libraries take: an assumption to calibrate."""
+MARGIN = 0.05
+"""Share of what is allocated and freed within a step that an allocator loses to fragmentation."""
+IMBALANCE = 1.2
+"""Tokens of the busiest expert rank over the mean, as a load-balanced router leaves it."""
+_STATIC_ERROR = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a measured run says about the estimate.
+
+    Args:
+        dynamic_scale: factor for activations, logits and temporaries.
+        reserve: bytes of the runtime, in place of the default; None: keep it.
+        source: where this comes from.
+
+    """
+
+    dynamic_scale: float = 1.0
+    reserve: float | None = None
+    source: str = ""
+
+
+class _Chunk(NamedTuple):
+    """The layers of a model chunk as (number, index of a distinct layer)."""
+
+    groups: tuple[tuple[int, int], ...]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for count, _ in self.groups)
+
+
+class _Stage(NamedTuple):
+    """A pipeline rank and its chunks."""
+
+    rank: int
+    chunks: tuple[_Chunk, ...]
+    has_embedding: bool
+    has_head: bool
+
+
+class _Sizes(NamedTuple):
+    """Parameters of a stage on one device: of all layers and ends, and of the units that ZeRO gathers."""
+
+    dense: int
+    experts: int
+    largest_dense: int
+    largest_experts: int
+    layer_dense: int
+    layer_experts: int
+
+
+class MemoryModel:
+    """Estimates any layout of one model; build it once and ask often."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        kept: Kept = FUSED,
+        reserve: float = RESERVE,
+        margin: float = MARGIN,
+        imbalance: float = IMBALANCE,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """Prepare a model.
+
+        Args:
+            shape: the model.
+            kept: what the kernels keep for backward.
+            reserve: bytes of a device that the runtime takes.
+            margin: share of activations and temporaries lost to fragmentation.
+            imbalance: tokens of the busiest expert rank over the mean.
+            calibration: corrections from a measured run.
+
+        """
+        calibration = calibration or Calibration()
+        self.shape, self.kept, self.margin, self.imbalance = shape, kept, margin, imbalance
+        self.reserve = reserve if calibration.reserve is None else calibration.reserve
+        self.dynamic_scale = calibration.dynamic_scale
+        self._layers: list[LayerShape] = list(dict.fromkeys(layer for _, layer in shape.blocks))
+        self._stages: dict[tuple, tuple[tuple[_Stage, ...], tuple[_Stage, ...]]] = {}
+        self._parameters: dict[tuple[int, int, int], DeviceParameters] = {}
+        self._activations: dict[tuple, LayerActivations] = {}
+        self._plans: dict[tuple, RecomputePlan] = {}
+
+    def peak(self, layout: Layout) -> float:
+        """Bytes that every device must have; the layout must be valid for the model."""
+        _, distinct = self._stages_of(layout)
+        return max(self._stage(layout, stage).peak for stage in distinct)
+
+    def fits(self, layout: Layout, capacity: float) -> bool:
+        """Whether devices with this many usable bytes suffice."""
+        return self.peak(layout) <= capacity
+
+    def report(self, layout: Layout) -> MemoryReport:
+        """Every stage, part by part."""
+        stages, _ = self._stages_of(layout)
+        return MemoryReport(stages=tuple(self._stage(layout, stage) for stage in stages))
+
+    def largest_seq_len(self, layout: Layout, capacity: float, step: int = 128) -> int:
+        """The longest sequence, a multiple of ``step`` x tp x 2 cp, that fits; 0 when none does."""
+        unit = step * layout.tp * 2 * layout.cp
+        low, high = 0, self.shape.max_seq_len // unit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.fits(layout.replace(seq_len=middle * unit), capacity)
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * unit
+
+    def _stages_of(self, layout: Layout) -> tuple[tuple[_Stage, ...], tuple[_Stage, ...]]:
+        """All stages, and the first of each kind: later ones of a kind hold no more microbatches."""
+        key = (layout.pp, layout.virtual_stages, layout.chunk_layers)
+        if key not in self._stages:
+            stages = self._split(layout)
+            kinds = {stage[1:]: stage for stage in reversed(stages)}
+            self._stages[key] = (stages, tuple(kinds.values()))
+        return self._stages[key]
+
+    def _split(self, layout: Layout) -> tuple[_Stage, ...]:
+        chunks, start = [], 0
+        for count in layout.layers_of_chunks(self.shape.num_layers):
+            layers = self.shape.layers_between(start, start + count)
+            chunks.append(_Chunk(tuple((number, self._layers.index(layer)) for number, layer in layers)))
+            start += count
+        last = layout.pp - 1
+        return tuple(
+            _Stage(rank, tuple(chunks[rank :: layout.pp]), rank == 0, rank == last)
+            for rank in range(layout.pp)
+        )
+
+    def _stage(self, layout: Layout, stage: _Stage) -> StageMemory:
+        sizes = self._sizes(layout, stage)
+        held = in_flight(layout.schedule, layout.pp, stage.rank, layout.microbatches, layout.virtual_stages)
+        if layout.pp == 1:
+            held = (1,)
+        states, host = _states(layout, sizes)
+        backward = self._backward(layout, stage, sizes, held, host)
+        bucket = min(2 * layout.bucket_bytes, layout.precision.gradient * (sizes.dense + sizes.experts))
+        phase, moment = "backward", backward
+        if bucket > sum(backward.values()):
+            phase, moment = "optimizer", {"transient": bucket}
+        moment = {name: size * self.dynamic_scale for name, size in moment.items() if size}
+        reserve = self.reserve + self.margin * sum(moment.values())
+        parts = {name: size for name, size in states.items() if size}
+        uncertainty = reserve + _STATIC_ERROR * sum(parts.values())
+        return StageMemory(
+            stage=stage.rank,
+            parts={**parts, **moment, "reserve": reserve},
+            phase=phase,
+            parameters=sizes.dense + sizes.experts,
+            in_flight=held,
+            uncertainty=uncertainty,
+            host={name: size for name, size in host.items() if size},
+        )
+
+    def _sizes(self, layout: Layout, stage: _Stage) -> _Sizes:
+        dense, experts, layer_dense, layer_experts = 0, 0, 0, 0
+        for chunk in stage.chunks:
+            for count, index in chunk.groups:
+                one = self._layer_parameters(index, layout.tp, layout.ep)
+                dense += count * one.dense
+                experts += count * one.experts
+                if one.total > layer_dense + layer_experts:
+                    layer_dense, layer_experts = one.dense, one.experts
+        ends = 0
+        if stage.has_embedding:
+            ends = device_embedding_parameters(self.shape, tp=layout.tp)
+            dense += ends
+        if stage.has_head:
+            head = device_head_parameters(self.shape, tp=layout.tp, has_embedding=stage.has_embedding)
+            dense, ends = dense + head, max(ends, head)
+        largest = (ends, 0) if ends > layer_dense + layer_experts else (layer_dense, layer_experts)
+        return _Sizes(dense, experts, *largest, layer_dense, layer_experts)
+
+    def _backward(
+        self, layout: Layout, stage: _Stage, sizes: _Sizes, held: Sequence[int], host: dict[str, float]
+    ) -> dict[str, float]:
+        """What backward holds besides the states; offloaded activations are added to ``host``."""
+        kept, rebuilt, working, buffers = 0.0, 0.0, 0.0, 0.0
+        for chunk, count in zip(stage.chunks, held, strict=True):
+            chunk_kept, chunk_rebuilt = self._chunk(layout, chunk, max(held))
+            kept += count * chunk_kept
+            rebuilt = max(rebuilt, chunk_rebuilt)
+            for _, index in chunk.groups:
+                working = max(working, self._layer_activations(index, layout).working)
+                layer = self._layers[index]
+                buffers = max(
+                    buffers, dispatch_bytes(layer, self.shape.hidden_size, layout, self.imbalance)
+                )
+        if layout.activation_offload:
+            host["activations"] = kept
+            kept = min(kept, 2 * self._largest_layer(layout, stage))
+        logits = self._head(layout) if stage.has_head else 0.0
+        transient = rebuilt + working
+        return {
+            "activations": kept,
+            "logits": logits if logits >= transient else 0.0,
+            "transient": transient if transient > logits else 0.0,
+            "unsharded": _unsharded(layout, sizes),
+            "buckets": self._buckets(layout, sizes),
+            "moe": buffers,
+        }
+
+    def _chunk(self, layout: Layout, chunk: _Chunk, flying: int) -> tuple[float, float]:
+        """Bytes that a chunk keeps of one microbatch, and what recompute rebuilds at a time."""
+        kind = layout.recompute
+        layers = [(count, self._layer_activations(index, layout)) for count, index in chunk.groups]
+        if kind in ("none", "selective"):
+            rebuilt = max(each.none - each.kept(kind) for _, each in layers)
+            return sum(count * each.kept(kind) for count, each in layers), rebuilt
+        if kind == "full":
+            return sum(count * each.full for count, each in layers), max(each.none for _, each in layers)
+        every = [each for count, each in layers for _ in range(count)]
+        return _planned(self._plan(layout, chunk, flying), every)
+
+    def _plan(self, layout: Layout, chunk: _Chunk, flying: int) -> RecomputePlan:
+        number, kind = chunk.num_layers, layout.recompute
+        if kind == "budget":
+            layers = [self._layer_activations(index, layout) for _, index in chunk.groups]
+            largest = max(layers, key=lambda one: one.none)
+            return plan_recompute(
+                kind,
+                number,
+                budget_bytes=layout.recompute_budget,
+                bytes_of=lambda name: round(largest.kept(name)),
+                in_flight=flying,
+            )
+        key = (kind, number, layout.recompute_every)
+        if key not in self._plans:
+            every = layout.recompute_every if kind == "every_k" else None
+            self._plans[key] = plan_recompute(kind, number, every=every)
+        return self._plans[key]
+
+    def _largest_layer(self, layout: Layout, stage: _Stage) -> float:
+        indices = {index for chunk in stage.chunks for _, index in chunk.groups}
+        return max(self._layer_activations(index, layout).none for index in indices)
+
+    def _head(self, layout: Layout) -> float:
+        """Logits of a microbatch, and the input and output of the last norm."""
+        tokens = layout.micro_batch_size * layout.seq_len / layout.cp
+        ends = 2 * tokens * self.shape.hidden_size * layout.precision.activation
+        return logits_bytes(self.shape.vocab_size, layout, self.kept) + ends
+
+    def _buckets(self, layout: Layout, sizes: _Sizes) -> float:
+        """Buffers of the reductions, the ring of context parallelism and the pipeline."""
+        tokens = layout.micro_batch_size * layout.seq_len / layout.cp
+        found = 0.0
+        if layout.dp * layout.cp > 1:
+            whole = layout.precision.reduce * (sizes.dense + sizes.experts)
+            found += min(2.0 * layout.bucket_bytes, whole)
+        if layout.pp > 1:
+            found += 2 * tokens * self.shape.hidden_size * layout.precision.activation
+        if layout.cp > 1:
+            largest = max(layer.attention.k_size + layer.attention.v_size for layer in self._layers)
+            found += 4 * tokens * largest / layout.tp * layout.precision.activation
+        return found
+
+    def _layer_parameters(self, index: int, tp: int, ep: int) -> DeviceParameters:
+        key = (index, tp, ep)
+        if key not in self._parameters:
+            self._parameters[key] = device_layer_parameters(
+                self._layers[index], self.shape.hidden_size, self.shape.norm, tp=tp, ep=ep
+            )
+        return self._parameters[key]
+
+    def _layer_activations(self, index: int, layout: Layout) -> LayerActivations:
+        key = (
+            index,
+            layout.tp,
+            layout.cp,
+            layout.sequence_parallel,
+            layout.micro_batch_size,
+            layout.seq_len,
+            layout.flash_attention,
+            layout.precision.activation,
+        )
+        if key not in self._activations:
+            self._activations[key] = layer_activations(
+                self._layers[index], self.shape.hidden_size, layout, self.kept, imbalance=self.imbalance
+            )
+        return self._activations[key]
+
+
+def explain_shortage(report: MemoryReport, capacity: float) -> str:
+    """One line: by how much the fullest stage exceeds ``capacity`` bytes, and why; "" when all fits."""
+    worst = report.worst
+    if worst.peak <= capacity:
+        return ""
+    part = worst.largest()
+    return (
+        f"out of memory by {(worst.peak - capacity) / 1e9:.1f} GB in stage {worst.stage}: "
+        f"{part} take {worst.parts[part] / 1e9:.1f} of {worst.peak / 1e9:.1f} GB"
+    )
+
+
+def _planned(plan: RecomputePlan, layers: list[LayerActivations]) -> tuple[float, float]:
+    """Kept and rebuilt bytes of a chunk whose layers are recomputed in different ways."""
+    kinds = plan.kinds(len(layers))
+    kept = sum(layer.kept(kind) for layer, kind in zip(layers, kinds, strict=True) if kind != "full")
+    kept += sum(layers[segment[0]].full for segment in plan.segments)
+    segments = [sum(layers[number].none for number in segment) for segment in plan.segments]
+    cores = [layers[number].none - layers[number].selective for number in plan.selective]
+    return kept, max([*segments, *cores], default=0.0)
+
+
+def _states(layout: Layout, sizes: _Sizes) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes held through the whole step, on the device and on the host."""
+    precision, hsdp = layout.precision, layout.hsdp_level
+    once = layout.sync_each_microbatch or layout.microbatches == 1
+    whole = sizes.dense + sizes.experts
+    shard = sizes.dense / layout.shard_degree + sizes.experts / layout.expert_shard_degree
+    states = shard if layout.zero_stage >= 1 or hsdp else whole
+    if hsdp:
+        gradients = shard if hsdp >= 2 or layout.microbatches == 1 else whole
+    else:
+        gradients = shard if layout.zero_stage >= 2 and once else whole
+    weights = precision.weight * (shard if layout.zero_stage == 3 or hsdp else whole)
+    away = layout.optimizer_offload
+    device = {
+        "weights": 0.0 if layout.parameter_offload else weights,
+        "gradients": precision.gradient * gradients,
+        "master": precision.master * states * (1 - away),
+        "moments": precision.moments * states * (1 - away),
+    }
+    host = {
+        "weights": weights if layout.parameter_offload else 0.0,
+        "master": precision.master * states * away,
+        "moments": precision.moments * states * away,
+    }
+    return device, host if layout.offload_to == "cpu" else {"weights": host["weights"]}
+
+
+def _unsharded(layout: Layout, sizes: _Sizes) -> float:
+    """Gathered weights, and the whole gradient of one unit; only what is sharded is gathered."""
+    precision, hsdp = layout.precision, layout.hsdp_level
+    dense = layout.shard_degree > 1 or layout.parameter_offload
+    experts = layout.expert_shard_degree > 1 or layout.parameter_offload
+    largest = sizes.largest_dense * dense + sizes.largest_experts * experts
+    gathered = largest + sizes.layer_dense * dense + sizes.layer_experts * experts
+    once = layout.sync_each_microbatch or layout.microbatches == 1
+    gradient = precision.gradient * largest if hsdp or (layout.zero_stage >= 2 and once) else 0.0
+    if hsdp in (1, 2) or (layout.zero_stage == 3 and not layout.reshard_after_forward):
+        gathered = sizes.dense * dense + sizes.experts * experts
+    return gradient + (precision.gathered * gathered if hsdp or layout.zero_stage == 3 else 0.0)
+
+
+def require_valid(layout: Layout, shape: ModelShape) -> None:
+    """Raise UserError with every reason why a layout cannot train a model."""
+    found = layout.violations(shape)
+    if found:
+        raise UserError(f"{shape.name}: {'; '.join(found)}")
