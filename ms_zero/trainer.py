@@ -157,13 +157,19 @@ class Trainer:
 
     def state(self) -> dict:
         """What a resumed run needs besides tensors, as JSON values."""
-        return {"progress": asdict(self.progress), "data": self.loader.cursor(self.progress.consumed_samples)}
+        return {
+            "progress": asdict(self.progress),
+            "data": self.loader.cursor(self.progress.consumed_samples),
+            "loss_scale": self.engine.scaler.state(),
+        }
 
     def load_state(self, state: dict) -> None:
         """Continue where :meth:`state` was taken; refuses another corpus, tokenizer or seed."""
         self.loader.check_cursor(state["data"])
         self.progress = Progress(**state["progress"])
         self.engine.optimizer.num_updates = self.progress.updates
+        if "loss_scale" in state:  # checkpoints from before there was one
+            self.engine.load_scale(state["loss_scale"])
 
     def _microbatches(self, num_samples: int) -> list[Batch]:
         """This rank's part of the next global batch."""

@@ -36,6 +36,8 @@ def derive(facts: Facts) -> list[Problem]:
     """Fill in all derived values; returns what cannot be derived. Those keys are left out of `facts`."""
     problems = [*_derive_dp_shard(facts), *_derive_batch(facts), *_derive_head_dim(facts)]
     problems += _derive_vocabulary(facts)
+    _derive_sharding(facts)
+    _derive_precision(facts)
     if facts.known("model.hidden_size"):
         _fill(facts, "model.ffn_hidden_size", 4 * facts.values["model.hidden_size"], "4 x model.hidden_size")
     if facts.known("model.num_heads"):
@@ -67,6 +69,23 @@ def _fill(facts: Facts, path: str, value: int | str | None, how: str) -> None:
     if facts.values.get(path) is AUTO:
         facts.values[path] = value
         facts.origins[path] = f"derived: {how}"
+
+
+def _derive_sharding(facts: Facts) -> None:
+    if facts.known("parallel.zero_stage"):
+        stage = facts.values["parallel.zero_stage"]
+        _fill(facts, "parallel.sync_each_microbatch", stage >= 2, f"zero_stage is {stage}")
+
+
+def _derive_precision(facts: Facts) -> None:
+    if not facts.known("precision.policy"):
+        return
+    policy = facts.values["precision.policy"]
+    for name in ("param", "compute"):
+        _fill(facts, f"precision.{name}", policy, f"policy {policy}")
+    dtypes = [facts.values.get(f"precision.{name}") for name in ("param", "compute", "reduce", "accumulate")]
+    scale, reason = ("dynamic", "fp16 is used") if "fp16" in dtypes else ("none", "no dtype is fp16")
+    _fill(facts, "precision.loss_scale", scale, reason)
 
 
 def _derive_vocabulary(facts: Facts) -> Iterator[Problem]:

@@ -246,10 +246,43 @@ def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
 
 
-def _check_zero_stage(facts: Facts) -> Iterator[tuple[str, str]]:
+def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
     stage = facts.values["parallel.zero_stage"]
-    if stage > 0:
-        yield "parallel.zero_stage", f"stage {stage} is not available in this version; only 0 is"
+    if facts.values["offload.params"] == "cpu" and stage != 3:
+        yield "offload.params", f"cpu needs sharded weights, zero_stage is {stage}; set parallel.zero_stage=3"
+
+
+def _check_nvme_path(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["offload.optimizer"] == "nvme" and not facts.values["offload.nvme_path"]:
+        yield "offload.nvme_path", "missing; offload.optimizer is nvme, so name a folder on a local disk"
+
+
+def _check_dtypes(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = {name: facts.values[f"precision.{name}"] for name in ("param", "compute", "reduce", "accumulate")}
+    if names["compute"] == "fp32" != names["param"]:
+        message = (
+            f"fp32 is wider than param {names['param']}: widened weights gain no information; set compute to "
+            f"{names['param']} or param to fp32"
+        )
+        yield "precision.compute", message
+    halves = sorted(set(names.values()) - {"fp32"})
+    if len(halves) > 1:
+        users = ", ".join(f"{name} {dtype}" for name, dtype in names.items() if dtype in halves)
+        yield "precision.policy", f"mixes {' and '.join(halves)} ({users}); use one of them and fp32"
+
+
+def _check_loss_scale(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = ("param", "compute", "reduce", "accumulate")
+    users = [name for name in names if facts.values[f"precision.{name}"] == "fp16"]
+    if users and facts.values["precision.loss_scale"] == "none":
+        message = f"none, but {', '.join(users)} is fp16: small gradients vanish; set it to dynamic"
+        yield "precision.loss_scale", message
+
+
+def _check_initial_scale(facts: Facts) -> Iterator[tuple[str, str]]:
+    initial, least = facts.values["precision.initial_scale"], facts.values["precision.min_scale"]
+    if facts.values["precision.loss_scale"] == "dynamic" and initial < least:
+        yield "precision.initial_scale", f"{initial:g} is below min_scale {least:g}; raise it or lower that"
 
 
 def _check_device_known(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -534,12 +567,52 @@ _PARALLEL_RULES = (
     ),
     Rule(
         "MZ063",
-        "ZeRO stages above 0 are not available yet",
-        "unavailable",
-        "This version keeps weights, gradients and optimizer states on every rank (stage 0).",
-        "Set parallel.zero_stage to 0.",
-        ("parallel.zero_stage",),
-        _check_zero_stage,
+        "Weights leave the device as shards",
+        "error",
+        "Stages 0 to 2 use the stored weights where they are. Stage 3 gathers shards before use, and these "
+        "can wait in host memory.",
+        "Set parallel.zero_stage to 3, or offload.params to none.",
+        ("offload.params", "parallel.zero_stage"),
+        _check_offloaded_weights,
+    ),
+    Rule(
+        "MZ064",
+        "Offload to files has a folder",
+        "error",
+        "Optimizer state is read and written in every step; the folder decides how fast that is.",
+        "Set offload.nvme_path to a folder on a local disk with room for 12 bytes per owned parameter.",
+        ("offload.optimizer", "offload.nvme_path"),
+        _check_nvme_path,
+    ),
+)
+_PRECISION_RULES = (
+    Rule(
+        "MZ065",
+        "The dtypes fit each other",
+        "error",
+        "Weights that are stored in 16 bits gain nothing by computing in fp32. The ranges of fp16 and bf16 "
+        "differ: values that pass from one to the other overflow or vanish.",
+        "Use one of fp16 and bf16, and fp32; compute at most as wide as param.",
+        tuple(f"precision.{name}" for name in ("param", "compute", "reduce", "accumulate")),
+        _check_dtypes,
+    ),
+    Rule(
+        "MZ066",
+        "fp16 has a loss scale",
+        "warning",
+        "Gradients below 6e-8 are zero in fp16. A factor on the loss keeps them, and is divided out again.",
+        "Leave precision.loss_scale on auto, or set it to dynamic.",
+        tuple(f"precision.{name}" for name in ("param", "compute", "reduce", "accumulate", "loss_scale")),
+        _check_loss_scale,
+    ),
+    Rule(
+        "MZ067",
+        "The loss scale starts at or above its minimum",
+        "error",
+        "A dynamic scale moves between min_scale and 2^126.",
+        "Raise precision.initial_scale or lower precision.min_scale.",
+        ("precision.loss_scale", "precision.initial_scale", "precision.min_scale"),
+        _check_initial_scale,
     ),
 )
 _HARDWARE_RULES = (
@@ -579,6 +652,7 @@ RULES: Final = (
     *_RAMPUP_RULES,
     *_OPTIM_RULES,
     *_PARALLEL_RULES,
+    *_PRECISION_RULES,
     *_HARDWARE_RULES,
 )
 """All rules across keys, by id."""

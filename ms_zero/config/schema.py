@@ -286,7 +286,128 @@ class ParallelConfig:
         minimum=0,
         maximum=3,
     )
-    bucket_mb: float = key("Gradient bucket in MiB (2^20 bytes).", default=25.0, above=0, maximum=1e6)
+    bucket_mb: float = key(
+        "Bucket of parameters that are reduced and updated together, in MiB (2^20 bytes) of their stored "
+        "dtype; stage 3 has a bucket per unit instead.",
+        default=25.0,
+        above=0,
+        maximum=1e6,
+        used_when=("zero_stage", (0, 1, 2)),
+    )
+    sync_each_microbatch: bool = key(
+        "Whether gradients are reduced in every microbatch and kept as shards, or once per step and kept "
+        "whole until then (less traffic).",
+        default=AUTO,
+        auto="whether zero_stage is 2 or 3",
+    )
+    reshard_after_forward: bool = key(
+        "Whether weights are freed between forward and backward (less memory) or kept (less traffic).",
+        default=True,
+        used_when=("zero_stage", (3,)),
+    )
+    prefetch: int = key(
+        "Units whose weights are gathered ahead of their use.",
+        default=1,
+        minimum=0,
+        maximum=1000,
+        used_when=("zero_stage", (3,)),
+    )
+    wrap: Literal["block", "size"] = key(
+        "Units that are gathered together: block: a transformer block, an embedding, a head; size: cells "
+        "bottom-up by wrap_elements.",
+        default="block",
+        used_when=("zero_stage", (3,)),
+    )
+    wrap_elements: int = _count(
+        "Parameters that make a unit.", default=100_000_000, used_when=("wrap", ("size",))
+    )
+
+
+_BY_POLICY = "the policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Dtypes, and the loss scale that fp16 needs."""
+
+    policy: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32: everything in fp32; bf16 or fp16: weights and computation in 16 bits, gradients reduced and "
+        "kept in fp32, fp32 master weights.",
+        default="fp32",
+    )
+    param: Literal["fp32", "bf16", "fp16"] = key(
+        "Stored weights, and what stage 3 gathers.", default=AUTO, auto=_BY_POLICY
+    )
+    compute: Literal["fp32", "bf16", "fp16"] = key(
+        "Matrix products and activations.", default=AUTO, auto=_BY_POLICY
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] = key("Gradients on the wire.", default="fp32")
+    accumulate: Literal["fp32", "bf16", "fp16"] = key(
+        "Gradients that are kept until the update.", default="fp32"
+    )
+    master: Literal["fp32", "param"] = key(
+        "fp32: 16-bit weights have an fp32 copy that the optimizer updates; param: they have none, and small "
+        "updates are lost.",
+        default="fp32",
+    )
+    loss_scale: Literal["none", "static", "dynamic"] = key(
+        "Factor on the loss that keeps fp16 gradients from vanishing.",
+        default=AUTO,
+        auto="dynamic if any dtype is fp16, else none",
+    )
+    loss_scale_convention: Literal["deepspeed", "megatron", "torch"] = key(
+        "Whose rules a dynamic scale follows; `torch` halves on every overflow.",
+        default="deepspeed",
+        used_when=("loss_scale", ("dynamic",)),
+    )
+    initial_scale: float = key(
+        "Loss scale of the first step (static: of all).",
+        default=65536.0,
+        above=0,
+        maximum=2.0**126,
+        used_when=("loss_scale", ("static", "dynamic")),
+    )
+    growth_interval: int = _count(
+        "Steps without overflow after which the scale doubles.",
+        default=1000,
+        used_when=("loss_scale", ("dynamic",)),
+    )
+    hysteresis: int = _count(
+        "Overflows until the scale halves.", default=2, used_when=("loss_scale", ("dynamic",))
+    )
+    min_scale: float = key(
+        "The scale never falls below.",
+        default=1.0,
+        above=0,
+        maximum=2.0**126,
+        used_when=("loss_scale", ("dynamic",)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What leaves the device."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = key(
+        "Where optimizer state is kept: none: on the device; cpu: in host memory; nvme: in files.",
+        default="none",
+    )
+    fraction: float = key(
+        "Share of the optimizer state that leaves the device.",
+        default=1.0,
+        minimum=0,
+        maximum=1,
+        used_when=("optimizer", ("cpu", "nvme")),
+    )
+    nvme_path: str | None = key(
+        "Folder for the files of optimizer state, one sub-folder a rank; on a local disk.",
+        default=None,
+        used_when=("optimizer", ("nvme",)),
+    )
+    params: Literal["none", "cpu"] = key(
+        "Where stage 3 keeps the shards of the weights: none: on the device; cpu: in host memory.",
+        default="none",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +454,8 @@ class RunConfig:
     train: TrainConfig
     optim: OptimConfig
     parallel: ParallelConfig
+    precision: PrecisionConfig
+    offload: OffloadConfig
     checkpoint: CheckpointConfig
     monitor: MonitorConfig
     hardware: HardwareConfig
@@ -346,6 +469,8 @@ SECTIONS: Final[Mapping[str, type]] = {
     "train": TrainConfig,
     "optim": OptimConfig,
     "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "offload": OffloadConfig,
     "checkpoint": CheckpointConfig,
     "monitor": MonitorConfig,
     "hardware": HardwareConfig,

@@ -3,15 +3,20 @@
 from mindspore import nn
 
 from ms_zero import models
+from ms_zero._compat import device_target
 from ms_zero.comm import ProcessMesh
-from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, RunConfig
+from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, PrecisionConfig, RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
+from ms_zero.precision.autocast import apply as autocast
+from ms_zero.precision.autocast import fp32_parameters
+from ms_zero.precision.policy import DTYPES, Policy
+from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.zero.bucket import ValueSource
 from ms_zero.zero.sharded import Groups, Options, Sharded
-from ms_zero.zero.units import wrap_blocks
+from ms_zero.zero.units import wrap_blocks, wrap_size
 
 # The ranks that see different data and hold the same parameters.
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -20,24 +25,69 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
     """Build the model with its initial values, shard its training state and return the engine."""
     model = build_model(config.model)
-    sharded = Sharded(
+    policy = build_policy(config.precision)
+    autocast(model, policy, device_target())
+    sharded = build_sharded(config, model, policy, pmesh)
+    return EagerEngine(
+        model,
+        sharded,
+        build_optimizer(config.optim, sharded),
+        comm=pmesh.comm,
+        group=pmesh.group(*DATA_AXES),
+        scaler=build_scaler(config.precision),
+        resets=build_resets(config.data),
+    )
+
+
+def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: ProcessMesh) -> Sharded:
+    """The shards of a model with its initial values."""
+    parallel = config.parallel
+    working = policy.working(device_target())
+    blocks = wrap_blocks(model, leaves=True)
+    return Sharded(
         model,
         seeded_values(model, config.train.seed),
-        build_options(config),
+        Options(
+            stage=parallel.zero_stage,
+            policy=policy,
+            synchronise=parallel.sync_each_microbatch,
+            reshard_after_forward=parallel.reshard_after_forward,
+            prefetch=parallel.prefetch,
+            bucket_bytes=int(parallel.bucket_mb * 2**20),
+        ),
         comm=pmesh.comm,
-        groups=data_groups(pmesh, config.parallel.zero_stage),
+        groups=data_groups(pmesh, parallel.zero_stage),
+        working=working.dtype,
+        grid=None if working.grid is None else DTYPES[working.grid],
+        in_fp32=fp32_parameters(model).__contains__,
         key_of=models.decay_names(model).__contains__,
-        wrap=wrap_blocks(model, leaves=True),
+        wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
     )
-    optimizer = build_optimizer(config.optim, sharded)
-    group, resets = pmesh.group(*DATA_AXES), build_resets(config.data)
-    return EagerEngine(model, sharded, optimizer, comm=pmesh.comm, group=group, resets=resets)
 
 
-def build_options(config: RunConfig) -> Options:
-    """How the model of a run is sharded."""
-    parallel = config.parallel
-    return Options(stage=parallel.zero_stage, bucket_bytes=int(parallel.bucket_mb * 2**20))
+def build_policy(config: PrecisionConfig) -> Policy:
+    """The dtypes of a run."""
+    return Policy(
+        param=config.param,
+        compute=config.compute,
+        reduce=config.reduce,
+        accumulate=config.accumulate,
+        master=config.master,
+    )
+
+
+def build_scaler(config: PrecisionConfig) -> LossScaler:
+    """The loss scale of a run; without scaling a fixed 1, so that skipped steps are counted all the same."""
+    if config.loss_scale == "dynamic":
+        rule = scaling_rule(
+            config.loss_scale_convention,
+            initial=config.initial_scale,
+            window=config.growth_interval,
+            hysteresis=config.hysteresis,
+            minimum=config.min_scale,
+        )
+        return DynamicLossScaler(rule)
+    return StaticLossScaler(config.initial_scale if config.loss_scale == "static" else 1.0)
 
 
 def data_groups(pmesh: ProcessMesh, stage: int) -> Groups:

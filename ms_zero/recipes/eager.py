@@ -13,6 +13,7 @@ from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.optim.optimizer import MASTER, Optimizer
+from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
 from ms_zero.zero.sharded import Sharded
 
@@ -41,6 +42,7 @@ class EagerEngine:
         *,
         comm: Communicator,
         group: Group,
+        scaler: LossScaler | None = None,
         resets: DocumentResets = NO_RESETS,
     ) -> None:
         """Join the parts.
@@ -51,11 +53,14 @@ class EagerEngine:
             optimizer: updates them.
             comm: the communicator.
             group: the ranks that see different data.
+            scaler: of the loss; None: a fixed scale of 1.
             resets: what restarts where a document begins.
         """
         self.model = model
         self.sharded = sharded
         self.optimizer = optimizer
+        self.scaler = scaler or StaticLossScaler()
+        self._scale = self.scaler.scale
         self._comm, self._group, self._resets = comm, group, resets
         self._loss_sum = kernels.CrossEntropySum()
         self._loss_of_step: Tensor | None = None
@@ -82,7 +87,7 @@ class EagerEngine:
         with tape():
             loss = self._loss(input_ids, labels, document_starts)
         with self.sharded.microbatch(last=last):
-            backward(loss, Tensor(np.float32(weight)))
+            backward(loss, Tensor(np.float32(weight * self._scale)))
         weighted = ops.stop_gradient(loss) * weight
         self._loss_of_step = weighted if self._loss_of_step is None else self._loss_of_step + weighted
 
@@ -91,15 +96,27 @@ class EagerEngine:
         self.sharded.reduce()
         loss = self._comm.all_reduce(self._loss_of_step.reshape((1,)), self._group)
         self._loss_of_step = None
-        return GradientSummary(float(loss.asnumpy()[0]), self.sharded.sum_of_squares())
+        return GradientSummary(float(loss.asnumpy()[0]), self.sharded.sum_of_squares() / self._scale**2)
 
     def update(self, *, lr: float, grad_scale: float) -> None:
         """Apply the reduced gradient; follows :meth:`reduce`."""
-        self.optimizer.apply(lr=lr, grad_scale=grad_scale)
+        self.optimizer.apply(lr=lr, grad_scale=grad_scale / self._scale)
+        self._scale = self.scaler.update(True)
 
     def discard(self) -> None:
-        """Drop the reduced gradient of a skipped step."""
+        """Drop the reduced gradient of a skipped step; the loss scale follows."""
         self.sharded.discard()
+        self._scale = self.scaler.update(False)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss of the next step."""
+        return self._scale
+
+    def load_scale(self, state: dict) -> None:
+        """Continue with a saved state of the loss scale."""
+        self.scaler.load_state(state)
+        self._scale = self.scaler.scale
 
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
@@ -122,7 +139,7 @@ class EagerEngine:
     def gradient_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of the reduced gradient, between :meth:`reduce` and the update, fp32."""
         for bucket in self.sharded.buckets:
-            reduced = bucket.reduced.astype(ms.float32).asnumpy()
+            reduced = bucket.reduced.astype(ms.float32).asnumpy() / np.float32(self._scale)
             yield from _pieces("", bucket, reduced, bucket.chunk, self.sharded.saves(bucket))
 
     def state_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:

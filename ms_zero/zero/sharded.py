@@ -11,8 +11,9 @@
 every microbatch, so that only chunks are kept; stage 1, unless told otherwise, once per step, for less
 traffic and with whole gradients in memory meanwhile.
 
-One step: for each microbatch :meth:`Sharded.microbatch` around backward; then :meth:`Sharded.reduce`; then
-per trained bucket :meth:`Sharded.gradient`, :meth:`Sharded.owned_values`, the optimizer, :meth:`Sharded.publish`.
+One step: for each microbatch :meth:`Sharded.microbatch` around backward; :meth:`Sharded.reduce`; then
+per trained bucket :meth:`Sharded.gradient`, :meth:`Sharded.owned_values`, the optimizer and
+:meth:`Sharded.publish`.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
