@@ -9,7 +9,10 @@ from ms_zero.pipeline.schedule import in_flight_bound, refuse
 from ms_zero.plan.recompute import RECOMPUTE_KINDS
 
 if TYPE_CHECKING:
+    from ms_zero.config import PrecisionConfig, RunConfig
     from ms_zero.plan.shapes import ModelShape
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +86,9 @@ class Layout:
         parameter_offload: whether sharded weights live in host memory (stage 3).
         activation_offload: whether what layers keep for backward lives in host memory.
         bucket_bytes: upper size of a gradient bucket.
-        sync_each_microbatch: for stages 2 and 3 with several microbatches: whether gradients are reduced in
-            every microbatch, which keeps only a shard of them, or once a step, which keeps them whole.
+        prefetch: units whose weights stage 3 gathers ahead.
+        sync_each_microbatch: whether gradients are reduced in every microbatch and kept as shards, or once a
+            step and kept whole until then; None: in stages 2 and 3. See ``syncs``.
         precision: bytes per element.
         chunk_layers: layers of each model chunk; None: as even as possible (see ``split_layers``).
 
@@ -114,7 +118,8 @@ class Layout:
     parameter_offload: bool = False
     activation_offload: bool = False
     bucket_bytes: float = 25 * 2**20
-    sync_each_microbatch: bool = True
+    prefetch: int = 1
+    sync_each_microbatch: bool | None = None
     precision: Precision = MIXED
     chunk_layers: tuple[int, ...] | None = None
 
@@ -137,6 +142,13 @@ class Layout:
     def expert_shard_degree(self) -> int:
         """Ranks over which a rank's experts are sharded."""
         return max(1, self.dp_shard * self.cp // self.ep)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are reduced in every microbatch and kept as shards."""
+        if self.sync_each_microbatch is not None:
+            return self.sync_each_microbatch
+        return self.zero_stage >= 2 if self.hsdp_level is None else self.hsdp_level >= 2
 
     @property
     def chunks(self) -> int:
@@ -210,6 +222,47 @@ class Layout:
             elif sum(self.chunk_layers) != shape.num_layers:
                 found.append(f"chunk_layers place {sum(self.chunk_layers)} of {shape.num_layers} layers")
         return found
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The layout that a run config describes.
+
+    Attention is a fused kernel on Ascend in 16 bits and a composed one elsewhere.
+    """
+    parallel, offload, precision = config.parallel, config.offload, precision_of(config.precision)
+    return Layout(
+        seq_len=config.data.seq_len,
+        pp=parallel.pp,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        zero_stage=parallel.zero_stage,
+        micro_batch_size=config.train.micro_batch_size,
+        microbatches=config.train.accumulation_steps,
+        flash_attention=config.hardware.target == "Ascend" and precision.activation == 2,
+        reshard_after_forward=parallel.reshard_after_forward,
+        prefetch=parallel.prefetch,
+        optimizer_offload=0.0 if offload.optimizer == "none" else offload.fraction,
+        offload_to="nvme" if offload.optimizer == "nvme" else "cpu",
+        parameter_offload=offload.params == "cpu",
+        bucket_bytes=parallel.bucket_mb * 2**20,
+        sync_each_microbatch=parallel.sync_each_microbatch,
+        precision=replace(precision, moments=0) if config.optim.kind == "sgd" else precision,
+    )
+
+
+def precision_of(config: PrecisionConfig) -> Precision:
+    """Bytes per element of a precision section, with Adam's two fp32 moments."""
+    keeps_master = config.master == "fp32" and config.param != "fp32"
+    return Precision(
+        weight=_BYTES[config.param],
+        gathered=_BYTES[config.param],
+        gradient=_BYTES[config.accumulate],
+        master=_BYTES["fp32"] if keeps_master else 0,
+        activation=_BYTES[config.compute],
+        reduce=_BYTES[config.reduce],
+    )
 
 
 def split_layers(num_layers: int, chunks: int) -> tuple[int, ...]:

@@ -348,14 +348,10 @@ def _planned(plan: RecomputePlan, layers: list[LayerActivations]) -> tuple[float
 def _states(layout: Layout, sizes: _Sizes) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes held through the whole step, on the device and on the host."""
     precision, hsdp = layout.precision, layout.hsdp_level
-    once = layout.sync_each_microbatch or layout.microbatches == 1
     whole = sizes.dense + sizes.experts
     shard = sizes.dense / layout.shard_degree + sizes.experts / layout.expert_shard_degree
     states = shard if layout.zero_stage >= 1 or hsdp else whole
-    if hsdp:
-        gradients = shard if hsdp >= 2 or layout.microbatches == 1 else whole
-    else:
-        gradients = shard if layout.zero_stage >= 2 and once else whole
+    gradients = shard if _gradients_are_shards(layout) else whole
     weights = precision.weight * (shard if layout.zero_stage == 3 or hsdp else whole)
     away = layout.optimizer_offload
     device = {
@@ -372,18 +368,28 @@ def _states(layout: Layout, sizes: _Sizes) -> tuple[dict[str, float], dict[str, 
     return device, host if layout.offload_to == "cpu" else {"weights": host["weights"]}
 
 
+def _gradients_are_shards(layout: Layout) -> bool:
+    """MindFormers reduces each gradient as it appears unless it accumulates them."""
+    return layout.syncs or (layout.hsdp_level is not None and layout.microbatches == 1)
+
+
 def _unsharded(layout: Layout, sizes: _Sizes) -> float:
-    """Gathered weights, and the whole gradient of one unit; only what is sharded is gathered."""
+    """Gathered weights, the whole gradient of one unit, and its weights cast for computing.
+
+    Only what is sharded is gathered.
+    """
     precision, hsdp = layout.precision, layout.hsdp_level
     dense = layout.shard_degree > 1 or layout.parameter_offload
     experts = layout.expert_shard_degree > 1 or layout.parameter_offload
     largest = sizes.largest_dense * dense + sizes.largest_experts * experts
-    gathered = largest + sizes.layer_dense * dense + sizes.layer_experts * experts
-    once = layout.sync_each_microbatch or layout.microbatches == 1
-    gradient = precision.gradient * largest if hsdp or (layout.zero_stage >= 2 and once) else 0.0
+    ahead = sizes.layer_dense * dense + sizes.layer_experts * experts
+    gathered = largest + layout.prefetch * ahead
+    found = precision.gradient * largest if _gradients_are_shards(layout) else 0.0
+    if precision.weight != precision.activation:
+        found += precision.activation * (sizes.largest_dense + sizes.largest_experts)
     if hsdp in (1, 2) or (layout.zero_stage == 3 and not layout.reshard_after_forward):
         gathered = sizes.dense * dense + sizes.experts * experts
-    return gradient + (precision.gathered * gathered if hsdp or layout.zero_stage == 3 else 0.0)
+    return found + (precision.gathered * gathered if hsdp or layout.zero_stage == 3 else 0.0)
 
 
 def require_valid(layout: Layout, shape: ModelShape) -> None:
