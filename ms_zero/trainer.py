@@ -160,7 +160,7 @@ class Trainer:
         return {
             "progress": asdict(self.progress),
             "data": self.loader.cursor(self.progress.consumed_samples),
-            "loss_scale": self.engine.scaler.state(),
+            "loss_scale": self.engine.sharded.scaler.state(),
         }
 
     def load_state(self, state: dict) -> None:
@@ -169,7 +169,7 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.engine.optimizer.num_updates = self.progress.updates
         if "loss_scale" in state:  # checkpoints from before there was one
-            self.engine.load_scale(state["loss_scale"])
+            self.engine.sharded.load_scale(state["loss_scale"])
 
     def _microbatches(self, num_samples: int) -> list[Batch]:
         """This rank's part of the next global batch."""

@@ -72,8 +72,9 @@ class _Optimizer:
         return ((MASTER,) if self.sharded.options.policy.keeps_master else ()) + self._moments
 
     def apply(self, *, lr: float, grad_scale: float = 1.0) -> None:
-        """Update from the reduced gradients, multiplied by ``grad_scale``, and drop them."""
+        """Update from the reduced gradients, multiplied by ``grad_scale``; the loss scale is taken out."""
         self.num_updates += 1
+        grad_scale /= self.sharded.loss_scale
         with ExitStack() as sweeps:
             for store in self._stores():
                 sweeps.enter_context(store.sweep())
@@ -82,21 +83,21 @@ class _Optimizer:
                 bucket.drop_gradients()
                 self._update_bucket(index, values, grad, _Hyper(lr, grad_scale, self.num_updates))
                 self.sharded.publish(index, values)
+        self.sharded.end_step(applied=True)
 
-    def step(self, *, lr: float, clip_norm: float = 0.0, loss_scale: float = 1.0) -> GradientDecision:
+    def step(self, *, lr: float, clip_norm: float = 0.0) -> GradientDecision:
         """Reduce, decide once for all ranks, and update, or skip when a gradient is not finite. Collective.
 
         Args:
             lr: learning rate.
             clip_norm: largest gradient norm; 0: no clipping.
-            loss_scale: factor that was on the loss.
         """
         self.sharded.reduce()
-        decision = decide(self.sharded.sum_of_squares() / loss_scale**2, clip_norm)
+        decision = decide(self.sharded.sum_of_squares(), clip_norm)
         if decision.finite:
-            self.apply(lr=lr, grad_scale=decision.scale / loss_scale)
+            self.apply(lr=lr, grad_scale=decision.scale)
         else:
-            self.sharded.discard()
+            self.sharded.end_step(applied=False)
         return decision
 
     def read(self, index: int, kind: str) -> np.ndarray:

@@ -14,8 +14,9 @@ from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.eager import EagerEngine
+from ms_zero.zero.api import data_groups
 from ms_zero.zero.bucket import ValueSource
-from ms_zero.zero.sharded import Groups, Options, Sharded
+from ms_zero.zero.sharded import Options, Sharded
 from ms_zero.zero.units import wrap_blocks, wrap_size
 
 # The ranks that see different data and hold the same parameters.
@@ -34,7 +35,6 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
         build_optimizer(config.optim, sharded),
         comm=pmesh.comm,
         group=pmesh.group(*DATA_AXES),
-        scaler=build_scaler(config.precision),
         resets=build_resets(config.data),
     )
 
@@ -61,6 +61,7 @@ def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: Proc
         grid=None if working.grid is None else DTYPES[working.grid],
         in_fp32=fp32_parameters(model).__contains__,
         key_of=models.decay_names(model).__contains__,
+        scaler=build_scaler(config.precision),
         wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
     )
 
@@ -88,13 +89,6 @@ def build_scaler(config: PrecisionConfig) -> LossScaler:
         )
         return DynamicLossScaler(rule)
     return StaticLossScaler(config.initial_scale if config.loss_scale == "static" else 1.0)
-
-
-def data_groups(pmesh: ProcessMesh, stage: int) -> Groups:
-    """Stage 0 treats all data-parallel ranks alike; the others shard within dp_shard."""
-    if stage == 0:
-        return Groups(shard=pmesh.group(*DATA_AXES), replica=pmesh.comm.new_group((pmesh.rank,), "replica"))
-    return Groups(shard=pmesh.group("dp_shard"), replica=pmesh.group("dp_replicate"))
 
 
 def build_model(config: GPTConfig | LlamaConfig) -> nn.Cell:

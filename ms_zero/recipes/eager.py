@@ -1,20 +1,18 @@
 """The eager recipe: a plain model, its shards and its optimizer on this rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_zero import kernels
-from ms_zero._compat import backward, no_grad, tape
+from ms_zero._compat import no_grad, tape
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
-from ms_zero.optim.optimizer import MASTER, Optimizer
-from ms_zero.precision.scaler import LossScaler, StaticLossScaler
-from ms_zero.zero.bucket import Bucket, ValueSource
+from ms_zero.optim.optimizer import Optimizer
+from ms_zero.recipes.state import gradient_shards, load_state, state_shards
 from ms_zero.zero.sharded import Sharded
 
 
@@ -42,7 +40,6 @@ class EagerEngine:
         *,
         comm: Communicator,
         group: Group,
-        scaler: LossScaler | None = None,
         resets: DocumentResets = NO_RESETS,
     ) -> None:
         """Join the parts.
@@ -53,14 +50,11 @@ class EagerEngine:
             optimizer: updates them.
             comm: the communicator.
             group: the ranks that see different data.
-            scaler: of the loss; None: a fixed scale of 1.
             resets: what restarts where a document begins.
         """
         self.model = model
         self.sharded = sharded
         self.optimizer = optimizer
-        self.scaler = scaler or StaticLossScaler()
-        self._scale = self.scaler.scale
         self._comm, self._group, self._resets = comm, group, resets
         self._loss_sum = kernels.CrossEntropySum()
         self._loss_of_step: Tensor | None = None
@@ -86,8 +80,7 @@ class EagerEngine:
         """
         with tape():
             loss = self._loss(input_ids, labels, document_starts)
-        with self.sharded.microbatch(last=last):
-            backward(loss, Tensor(np.float32(weight * self._scale)))
+        self.sharded.backward(loss, weight=weight, last=last)
         weighted = ops.stop_gradient(loss) * weight
         self._loss_of_step = weighted if self._loss_of_step is None else self._loss_of_step + weighted
 
@@ -96,27 +89,15 @@ class EagerEngine:
         self.sharded.reduce()
         loss = self._comm.all_reduce(self._loss_of_step.reshape((1,)), self._group)
         self._loss_of_step = None
-        return GradientSummary(float(loss.asnumpy()[0]), self.sharded.sum_of_squares() / self._scale**2)
+        return GradientSummary(float(loss.asnumpy()[0]), self.sharded.sum_of_squares())
 
     def update(self, *, lr: float, grad_scale: float) -> None:
         """Apply the reduced gradient; follows :meth:`reduce`."""
-        self.optimizer.apply(lr=lr, grad_scale=grad_scale / self._scale)
-        self._scale = self.scaler.update(True)
+        self.optimizer.apply(lr=lr, grad_scale=grad_scale)
 
     def discard(self) -> None:
         """Drop the reduced gradient of a skipped step; the loss scale follows."""
-        self.sharded.discard()
-        self._scale = self.scaler.update(False)
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor on the loss of the next step."""
-        return self._scale
-
-    def load_scale(self, state: dict) -> None:
-        """Continue with a saved state of the loss scale."""
-        self.scaler.load_state(state)
-        self._scale = self.scaler.scale
+        self.sharded.end_step(applied=False)
 
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
@@ -138,20 +119,11 @@ class EagerEngine:
 
     def gradient_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of the reduced gradient, between :meth:`reduce` and the update, fp32."""
-        for bucket in self.sharded.buckets:
-            reduced = bucket.reduced.astype(ms.float32).asnumpy() / np.float32(self._scale)
-            yield from _pieces("", bucket, reduced, bucket.chunk, self.sharded.saves(bucket))
+        return gradient_shards(self.sharded)
 
     def state_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of parameters and optimizer state, fp32; together they cover all once."""
-        for bucket in self.sharded.all_buckets:
-            if not self._has_master(bucket):
-                values = bucket.store.astype(ms.float32).asnumpy()
-                yield from _pieces("model.", bucket, values, bucket.stored, self.sharded.saves(bucket))
-        for index, bucket in enumerate(self.sharded.buckets):
-            for kind in self.optimizer.kinds:
-                values, held = self.optimizer.read(index, kind), self.sharded.owned(index)
-                yield from _pieces(_prefix(kind), bucket, values, held, self.sharded.saves(bucket))
+        return state_shards(self.sharded, self.optimizer)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Overwrite parameters and optimizer state with those of a checkpoint.
@@ -159,43 +131,4 @@ class EagerEngine:
         Raises:
             UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
         """
-        trained = [name for name in self.sharded.names if name in self.sharded.trained]
-        state = {f"{_prefix(kind)}{name}" for kind in self.optimizer.kinds for name in trained}
-        checkpoint.check_names(state | {f"model.{name}" for name in self.sharded.names})
-        weights = _stored_values(checkpoint, "model.", self.sharded.names)
-        for bucket in self.sharded.all_buckets:
-            bucket.store.copy_(bucket.encode(bucket.assemble(weights, *bucket.stored)))
-        for index, bucket in enumerate(self.sharded.buckets):
-            for kind in self.optimizer.kinds:
-                source = _stored_values(checkpoint, _prefix(kind), self.sharded.names)
-                self.optimizer.write(index, kind, bucket.assemble(source, *self.sharded.owned(index)))
-
-    def _has_master(self, bucket: Bucket) -> bool:
-        return bucket.has_gradient and MASTER in self.optimizer.kinds
-
-
-def _prefix(kind: str) -> str:
-    """Of the checkpoint names of a kind of state: master weights are the model's weights."""
-    return "model." if kind == MASTER else f"optim.{kind}."
-
-
-def _pieces(
-    prefix: str, bucket: Bucket, values: np.ndarray, held: tuple[int, int], wanted: tuple[int, int]
-) -> Iterator[tuple[Shard, np.ndarray]]:
-    """Cut the range ``wanted`` of a bucket into one shard per parameter; ``values`` are those of ``held``."""
-    for piece in bucket.layout.pieces(*wanted):
-        shard = Shard.flat(prefix + piece.slot.name, piece.slot.shape, "float32", piece.start, piece.stop)
-        first = piece.slot.start + piece.start - held[0]
-        yield shard, values[first : first + piece.stop - piece.start]
-
-
-def _stored_values(
-    checkpoint: Checkpoint, prefix: str, shapes: Mapping[str, tuple[int, ...]]
-) -> ValueSource:
-    """Values of parameters as read from a checkpoint."""
-
-    def read(name: str, start: int, stop: int) -> np.ndarray:
-        shard = Shard.flat(prefix + name, shapes[name], "float32", start, stop)
-        return checkpoint.read(shard).reshape(-1)
-
-    return read
+        load_state(self.sharded, self.optimizer, checkpoint)

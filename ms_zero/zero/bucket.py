@@ -58,6 +58,10 @@ class Bucket:
         self.reduced: Tensor | None = None
         self._pending: dict[str, Tensor] = {}
 
+    def fill(self, values: ValueSource) -> None:
+        """Overwrite the store."""
+        self.store.copy_(self.encode(self.assemble(values, *self.stored)))
+
     def encode(self, values: np.ndarray) -> Tensor:
         """A new tensor of the stored dtype."""
         return Tensor(values).astype(self.dtype)

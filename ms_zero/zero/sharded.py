@@ -26,9 +26,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
-from ms_zero._compat import clear_grads
+from ms_zero._compat import backward, clear_grads
 from ms_zero.comm import Communicator, Group
 from ms_zero.precision.policy import DTYPES, Policy
+from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
 from ms_zero.zero.gradients import GradientReducer
 from ms_zero.zero.layout import BucketLayout, ParamSpec, plan_buckets
@@ -94,6 +95,7 @@ class Sharded:
         in_fp32: Callable[[str], bool] = lambda name: False,
         key_of: Callable[[str], Hashable] = lambda name: None,
         wrap: Wrap | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         """Move the model's parameters into buckets and register hooks.
 
@@ -108,9 +110,12 @@ class Sharded:
             in_fp32: whether a parameter works in fp32 whatever ``working`` is.
             key_of: group of a trained parameter; buckets never mix groups.
             wrap: which cells are units; None: repeated blocks.
+            scaler: of the loss; None: a fixed scale of 1.
         """
         self.model, self.options, self.groups = model, options, groups
         self._comm, self._values = comm, values
+        self.scaler = scaler or StaticLossScaler()
+        self.loss_scale = self.scaler.scale
         self.names = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
         params = dict(model.parameters_and_names())
         self.trained = {name for name, param in params.items() if param.requires_grad}
@@ -151,14 +156,28 @@ class Sharded:
         self._windows.close_all()
         clear_grads(self._trained_params)
 
+    def backward(self, loss: Tensor, *, weight: float, last: bool) -> None:
+        """Back-propagate ``weight * loss``, times the loss scale, as one microbatch.
+
+        Args:
+            loss: 0-d, recorded by :func:`ms_zero._compat.tape`.
+            weight: the gradient of the step is the sum of weighted gradients over microbatches and ranks.
+            last: whether the step has no further microbatch.
+        """
+        with self.microbatch(last=last):
+            backward(loss, Tensor(np.float32(weight * self.loss_scale)).astype(loss.dtype))
+
     def reduce(self) -> None:
         """Finish the reduction of the step: every trained bucket has this rank's chunk of the sum."""
         self._reducer.finish()
 
     def sum_of_squares(self) -> float:
-        """Of the reduced gradient over all parameters, each counted once; equal on all ranks."""
+        """Of the reduced gradient, loss scale taken out, over all parameters; equal on all ranks."""
+        if not self.buckets:
+            return 0.0
         squares = sum(kernels.sum_of_squares(bucket.reduced).reshape((1,)) for bucket in self.buckets)
-        return float(self._comm.all_reduce(squares, self.groups.shard).asnumpy()[0]) if self.buckets else 0.0
+        total = float(self._comm.all_reduce(squares, self.groups.shard).asnumpy()[0])
+        return total / self.loss_scale**2
 
     def gradient(self, index: int) -> Tensor:
         """The reduced gradient of a trained bucket over the range that this rank updates."""
@@ -188,10 +207,16 @@ class Sharded:
         """The unrounded initial values of the owned range, fp32, for master weights."""
         return self.buckets[index].assemble(self._values, *self.owned(index))
 
-    def discard(self) -> None:
-        """Forget the gradients of the step."""
+    def end_step(self, *, applied: bool) -> None:
+        """Drop the gradients of the step and let the loss scale follow its outcome."""
         for bucket in self.buckets:
             bucket.drop_gradients()
+        self.loss_scale = self.scaler.update(applied)
+
+    def load_scale(self, state: dict) -> None:
+        """Continue with a saved state of the loss scale."""
+        self.scaler.load_state(state)
+        self.loss_scale = self.scaler.scale
 
     def saves(self, bucket: Bucket) -> tuple[int, int]:
         """The range that this rank writes to a checkpoint; together the ranks cover everything once."""
@@ -200,6 +225,17 @@ class Sharded:
     def open_bytes(self) -> int:
         """Bytes of parameters that exist only because windows are open."""
         return self._windows.open_bytes()
+
+    @property
+    def holds_initial_values(self) -> bool:
+        """Whether the optimizer has not been made yet."""
+        return self._values is not _no_values
+
+    def set_initial_values(self, values: ValueSource) -> None:
+        """Overwrite the parameters, before the optimizer is made."""
+        self._values = values
+        for bucket in self.all_buckets:
+            bucket.fill(values)
 
     def forget_initial_values(self) -> None:
         """Let go of the source of initial values, which may hold a whole model."""

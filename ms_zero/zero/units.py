@@ -34,7 +34,7 @@ def wrap_blocks(root: nn.Cell, *, leaves: bool = False) -> Wrap:
     Args:
         root: the model.
         leaves: also wrap every cell outside the blocks that holds parameters itself (an embedding, a head),
-            so that it is whole only while it runs; for models that use such a parameter only through its cell.
+            so that it is whole only while it runs; for models that use parameters through their cells only.
     """
     blocks = {id(block) for block in _repeated_blocks(root)}
     inside = {id(cell) for block in _repeated_blocks(root) for _, cell in block.cells_and_names()}

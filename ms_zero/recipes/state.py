@@ -1,0 +1,79 @@
+"""Parameters and optimizer state of a sharded model as checkpoint shards, independent of the layout.
+
+Everything is fp32 under logical names: "model.<parameter>" (the master weights where there are any),
+"optim.<kind>.<parameter>". A checkpoint written under one stage, degree or precision loads under any other.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import mindspore as ms
+import numpy as np
+
+from ms_zero.checkpoint import Checkpoint, Shard
+from ms_zero.optim.optimizer import MASTER, Optimizer
+from ms_zero.zero.bucket import Bucket, ValueSource
+from ms_zero.zero.sharded import Sharded
+
+
+def gradient_shards(sharded: Sharded) -> Iterator[tuple[Shard, np.ndarray]]:
+    """This rank's part of the reduced gradient, loss scale taken out, between reduction and update."""
+    for bucket in sharded.buckets:
+        reduced = bucket.reduced.astype(ms.float32).asnumpy() / np.float32(sharded.loss_scale)
+        yield from _pieces("", bucket, reduced, bucket.chunk, sharded.saves(bucket))
+
+
+def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard, np.ndarray]]:
+    """This rank's part of parameters and optimizer state; together the ranks cover all once."""
+    for bucket in sharded.all_buckets:
+        if not (bucket.has_gradient and MASTER in optimizer.kinds):
+            values = bucket.store.astype(ms.float32).asnumpy()
+            yield from _pieces("model.", bucket, values, bucket.stored, sharded.saves(bucket))
+    for index, bucket in enumerate(sharded.buckets):
+        for kind in optimizer.kinds:
+            values, held = optimizer.read(index, kind), sharded.owned(index)
+            yield from _pieces(_prefix(kind), bucket, values, held, sharded.saves(bucket))
+
+
+def load_state(sharded: Sharded, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Overwrite parameters and optimizer state with those of a checkpoint; `num_updates` is the caller's.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
+    """
+    trained = [name for name in sharded.names if name in sharded.trained]
+    state = {f"{_prefix(kind)}{name}" for kind in optimizer.kinds for name in trained}
+    checkpoint.check_names(state | {f"model.{name}" for name in sharded.names})
+    weights = _stored_values(checkpoint, "model.", sharded.names)
+    for bucket in sharded.all_buckets:
+        bucket.fill(weights)
+    for index, bucket in enumerate(sharded.buckets):
+        for kind in optimizer.kinds:
+            source = _stored_values(checkpoint, _prefix(kind), sharded.names)
+            optimizer.write(index, kind, bucket.assemble(source, *sharded.owned(index)))
+
+
+def _prefix(kind: str) -> str:
+    """Of the checkpoint names of a kind of state: master weights are the model's weights."""
+    return "model." if kind == MASTER else f"optim.{kind}."
+
+
+def _pieces(
+    prefix: str, bucket: Bucket, values: np.ndarray, held: tuple[int, int], wanted: tuple[int, int]
+) -> Iterator[tuple[Shard, np.ndarray]]:
+    """Cut the range ``wanted`` of a bucket into one shard per parameter; ``values`` are those of ``held``."""
+    for piece in bucket.layout.pieces(*wanted):
+        shard = Shard.flat(prefix + piece.slot.name, piece.slot.shape, "float32", piece.start, piece.stop)
+        first = piece.slot.start + piece.start - held[0]
+        yield shard, values[first : first + piece.stop - piece.start]
+
+
+def _stored_values(
+    checkpoint: Checkpoint, prefix: str, shapes: Mapping[str, tuple[int, ...]]
+) -> ValueSource:
+    """Values of parameters as read from a checkpoint."""
+
+    def read(name: str, start: int, stop: int) -> np.ndarray:
+        shard = Shard.flat(prefix + name, shapes[name], "float32", start, stop)
+        return checkpoint.read(shard).reshape(-1)
+
+    return read

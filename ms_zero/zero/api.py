@@ -1,0 +1,187 @@
+"""ZeRO for any Cell: `shard` moves its parameters into shards and returns what a training loop needs.
+
+Example::
+
+    comm = ms_zero.comm.connect("CPU")
+    mesh = ProcessMesh(Mesh(dp_shard=comm.world_size), comm)
+    model = ms_zero.zero.shard(cell, mesh, stage=3, policy="bf16")
+    optimizer = ms_zero.optim.AdamW(model, weight_decay=0.1)
+    for x, y in batches:                      # this rank's part of the global batch
+        with model.record():
+            loss = loss_fn(model(x), y)
+        model.backward(loss)
+        optimizer.step(lr=1e-3, clip_norm=1.0)
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from ms_zero._compat import device_target, no_grad, tape
+from ms_zero.comm import ProcessMesh
+from ms_zero.errors import UserError
+from ms_zero.precision.autocast import Matcher, fp32_parameters
+from ms_zero.precision.autocast import apply as autocast
+from ms_zero.precision.policy import DTYPES, Policy
+from ms_zero.precision.policy import policy as named_policy
+from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, scaling_rule
+from ms_zero.zero.bucket import ValueSource
+from ms_zero.zero.sharded import MAX_STAGE, Groups, Options, Sharded
+from ms_zero.zero.units import Wrap
+
+
+class ShardedModel(Sharded):
+    """A user's Cell under ZeRO; made by :func:`shard`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Cell."""
+        return self.model(*args, **kwargs)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record what is computed inside for :meth:`backward`."""
+        with tape():
+            yield
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Compute without gradients inside."""
+        with no_grad():
+            yield
+
+    def backward(self, loss: Tensor, *, weight: float = 1.0, last: bool = True) -> None:
+        """Back-propagate one microbatch.
+
+        The gradient of the step is the mean over the data-parallel ranks of the sum over microbatches of
+        ``weight * loss``; with k microbatches of equal weight pass 1 / k.
+
+        Args:
+            loss: 0-d, recorded inside :meth:`record`.
+            weight: factor on the loss.
+            last: whether the step has no further microbatch; gradients are complete after that.
+        """
+        num_ranks = self.groups.shard.size * self.groups.replica.size
+        super().backward(loss, weight=weight / num_ranks, last=last)
+
+    def state_dict(self, *, full: bool = True) -> dict[str, Any]:
+        """The stored parameters, by logical name. With ``full`` collective in stage 3: call it on all ranks.
+
+        Returns:
+            full: a numpy array of each parameter in its shape, on every rank. Else: the flat ranges that
+            this rank saves, as a list of (start, stop, values) for each parameter that has one.
+        """
+        if full:
+            return {name: value.asnumpy().copy() for name, value in self.whole_values()}
+        ranges: dict[str, list[tuple[int, int, np.ndarray]]] = {}
+        for bucket in self.all_buckets:
+            start, stop = self.saves(bucket)
+            held = bucket.store.asnumpy()
+            for piece in bucket.layout.pieces(start, stop):
+                first = piece.slot.start + piece.start - bucket.stored[0]
+                values = held[first : first + piece.stop - piece.start].copy()
+                ranges.setdefault(piece.slot.name, []).append((piece.start, piece.stop, values))
+        return ranges
+
+    def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
+        """Take the parameters from whole arrays; each rank copies its part.
+
+        Raises:
+            UserError: a name is missing or unknown, a shape differs, or the optimizer was made already: it
+                would go on from master weights of its own.
+        """
+        if not self.holds_initial_values:
+            raise UserError("zero: load_state_dict: load weights before the optimizer is made")
+        if values.keys() != self.names.keys():
+            odd = sorted(values.keys() ^ self.names.keys())
+            raise UserError(f"zero: load_state_dict: names differ from the model's: {', '.join(odd[:4])}")
+        for name, shape in self.names.items():
+            if tuple(values[name].shape) != shape:
+                found = list(values[name].shape)
+                raise UserError(f"zero: load_state_dict: {name} is {found}, the model's is {list(shape)}")
+        flat = {name: np.asarray(value, np.float32).reshape(-1) for name, value in values.items()}
+        self.set_initial_values(lambda name, start, stop: flat[name][start:stop])
+
+
+def shard(
+    cell: nn.Cell,
+    mesh: ProcessMesh,
+    *,
+    stage: int = 3,
+    policy: str | Policy = "fp32",
+    values: ValueSource | None = None,
+    wrap: Wrap | None = None,
+    group_of: Callable[[str], Hashable] | None = None,
+    fp32: tuple[Matcher, ...] = (),
+    scaler: LossScaler | None = None,
+    options: Options | None = None,
+) -> ShardedModel:
+    """Shard a Cell's parameters, gradients and (through the optimizer) optimizer state over ``dp_shard``.
+
+    The Cell itself is changed: its parameters become views of flat buffers, or placeholders outside of their
+    units' windows (stage 3).
+
+    Args:
+        cell: any model; the same on every rank of the mesh's data-parallel axes.
+        mesh: stages 1 to 3 shard over ``dp_shard`` and replicate over ``dp_replicate``.
+        stage: 0 to 3.
+        policy: "fp32", "bf16", "fp16" or a Policy.
+        values: (name, start, stop) -> initial values of a flat range, for a model whose parameters have no
+            storage yet, so that no rank ever holds more than its part. None: the values the parameters have.
+        wrap: which cells are units; None: repeated blocks, and the rest of the model as one.
+        group_of: parameter name -> group, for options per group; None: whether it has two dims or more.
+        fp32: further cells that compute in fp32, by class or predicate.
+        scaler: loss scaling; None: dynamic for policies with fp16, else none.
+        options: further options; ``stage`` and ``policy`` override its own.
+
+    Raises:
+        UserError: unknown stage or policy, or parameters without values.
+    """
+    if stage not in range(MAX_STAGE + 1):
+        raise UserError(f"zero: stage is {stage!r}: expected 0, 1, 2 or 3")
+    chosen = named_policy(policy) if isinstance(policy, str) else policy
+    working = chosen.working(device_target())
+    shapes = {name: param.shape for name, param in cell.parameters_and_names()}
+    autocast(cell, chosen, device_target(), fp32=fp32)
+    return ShardedModel(
+        cell,
+        values or _present_values(cell),
+        replace(options or Options(stage=stage), stage=stage, policy=chosen),
+        comm=mesh.comm,
+        groups=data_groups(mesh, stage),
+        working=working.dtype,
+        grid=None if working.grid is None else DTYPES[working.grid],
+        in_fp32=fp32_parameters(cell, fp32).__contains__,
+        key_of=group_of or (lambda name: len(shapes[name]) > 1),
+        wrap=wrap,
+        scaler=scaler or _default_scaler(chosen),
+    )
+
+
+def data_groups(mesh: ProcessMesh, stage: int) -> Groups:
+    """Stage 0 treats all data-parallel ranks alike; the others shard within ``dp_shard``."""
+    if stage > 0:
+        return Groups(shard=mesh.group("dp_shard"), replica=mesh.group("dp_replicate"))
+    alone = mesh.comm.new_group((mesh.rank,), "replica")
+    return Groups(shard=mesh.group("dp_replicate", "dp_shard"), replica=alone)
+
+
+def _default_scaler(chosen: Policy) -> LossScaler | None:
+    return DynamicLossScaler(scaling_rule("deepspeed")) if chosen.needs_loss_scaling else None
+
+
+def _present_values(cell: nn.Cell) -> ValueSource:
+    """The values that the parameters have now."""
+    arrays = {name: _array(name, param) for name, param in cell.parameters_and_names()}
+    return lambda name, start, stop: arrays[name][start:stop]
+
+
+def _array(name: str, param: Parameter) -> np.ndarray:
+    if param.is_meta:
+        raise UserError(
+            f"zero: parameter {name} has no values: pass values=(name, start, stop) -> array to shard()"
+        )
+    return param.asnumpy().astype(np.float32).reshape(-1)
