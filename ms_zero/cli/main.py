@@ -88,7 +88,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ms-zero {__version__}")
-    commands = "\n".join(f"{name:8s} {help_text}" for name, (help_text, _) in _COMMANDS.items())
+    commands = "\n".join(f"{name:9s} {help_text}" for name, (help_text, _) in _COMMANDS.items())
     group = parser.add_argument_group("commands", commands)
     group.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     group.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -207,6 +207,29 @@ def _data(argv: Sequence[str]) -> int:
     return run_action(parser.parse_args(argv))
 
 
+def _translate(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero translate",
+        usage="ms-zero translate KIND FILE [-o OUT] [--workers N] [--include NAME] [--skip-unknown]",
+        description="Write a run file with the settings of another tool's config, or the reverse; every key "
+        "is translated or listed with the reason why not.",
+    )
+    kinds = ("deepspeed", "fsdp", "mindformers", "megatron", "to-deepspeed")
+    add = parser.add_argument
+    add("kind", choices=kinds, metavar="KIND", help=f"one of {', '.join(kinds)}")
+    add("file", metavar="FILE", help="the other tool's config; for to-deepspeed a run file")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="overrides (to-deepspeed only)")
+    add("-o", "--output", metavar="OUT", help="a new file for the result (default: print it)")
+    add("--include", action="append", default=[], metavar="NAME", help="include this in the run file")
+    add("--skip-unknown", action="store_true", help="leave out keys that the tool does not know")
+    _add_workers(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.translate import Order, translate
+
+    values = vars(arguments)
+    return translate(Order(includes=values.pop("include"), **values))
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
     parser.add_argument("--workers", type=int, metavar="N", help=help_text)
@@ -224,6 +247,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lint": ("list all that is wrong or doubtful in a run file", _lint),
     "explain": ("explain the id of a finding, a section or a key", _explain),
     "config": ("show the effective config and where each value is from", _config),
+    "translate": ("write a run file from a config of DeepSpeed, FSDP, MindFormers or Megatron", _translate),
     "data": ("encode text to token files, or check data", _data),
     "doctor": ("check this machine and installation", _doctor),
 }

@@ -67,20 +67,9 @@ def read_file(path: Path, label: str) -> tuple[Node | None, list[Finding]]:
         The top-level mapping, or None when there is none to work with, and what is wrong with it.
 
     """
-    try:
-        data = _read_bytes(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return None, [Finding("MZ001", "error", "", label, f"cannot read this file: {reason}")]
-    if len(data) > MAX_BYTES:
-        message = f"the file is larger than {MAX_BYTES // 1024} KiB; is this a config?"
-        return None, [Finding("MZ001", "error", "", label, message)]
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        message = f"byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8"
-        return None, [Finding("MZ001", "error", "", f"{label}:{line}", message)]
+    text, findings = read_characters(path, label)
+    if text is None:
+        return None, findings
     node, findings = read_text(text, label)
     if node is None and not findings:
         message = "the file is empty; expected sections such as train:"
@@ -90,6 +79,24 @@ def read_file(path: Path, label: str) -> tuple[Node | None, list[Finding]]:
         findings.append(Finding("MZ002", "error", "", node.where, message))
         node = None
     return node, findings
+
+
+def read_characters(path: Path, label: str) -> tuple[str | None, list[Finding]]:
+    """Read a small UTF-8 file; None, with the reason, when it is none."""
+    try:
+        data = _read_bytes(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return None, [Finding("MZ001", "error", "", label, f"cannot read this file: {reason}")]
+    if len(data) > MAX_BYTES:
+        message = f"the file is larger than {MAX_BYTES // 1024} KiB; is this a config?"
+        return None, [Finding("MZ001", "error", "", label, message)]
+    try:
+        return data.decode("utf-8-sig"), []
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8"
+        return None, [Finding("MZ001", "error", "", f"{label}:{line}", message)]
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -47,7 +47,7 @@ def _render(
         comment, mark = origins[path], ""
         if path in ignored:
             comment, mark = f"no effect: {ignored[path]}", "# "
-        lines.append(f"{indent + mark + name + ': ' + _format(value):<{_COMMENT_COLUMN}}  # {comment}")
+        lines.append(f"{indent + mark + name + ': ' + yaml_value(value):<{_COMMENT_COLUMN}}  # {comment}")
     return lines
 
 
@@ -59,10 +59,10 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-def _format(value: Any) -> str:
-    """Return a value as one line of YAML that reads back as the same value."""
+def yaml_value(value: Any) -> str:
+    """Return a plain value as one line of YAML that reads back as the same value."""
     if isinstance(value, list):
-        return f"[{', '.join(_format(item) for item in value)}]"
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value) and scalar(value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)
