@@ -88,6 +88,8 @@ class MemoryReport:
 class TimeReport:
     """Seconds of one optimizer step, by cause, and what follows from them.
 
+    ``step`` is the sum of all causes.
+
     Args:
         step: seconds of the whole step.
         compute: forward and backward of the busiest device, without recompute.
@@ -96,11 +98,13 @@ class TimeReport:
         exposed: axis (tp, cp, ep, pp, dp) -> communication that nothing hides.
         optimizer: the update.
         offload: transfers to and from the host that nothing hides.
+        other: what a step costs once.
         tokens_per_second: over all devices.
         tokens_per_second_per_device: of one.
         flops_per_device: model FLOP/s of one device.
         hardware_flops_per_device: the same with recompute.
-        mfu: share of the device's peak; None when no peak is known.
+        mfu: share of the device's peak that model FLOP/s reach.
+        simulated: whether the pipeline was run event by event, not estimated by its closed form.
 
     """
 
@@ -111,8 +115,27 @@ class TimeReport:
     exposed: Mapping[str, float]
     optimizer: float
     offload: float
+    other: float
     tokens_per_second: float
     tokens_per_second_per_device: float
     flops_per_device: float
     hardware_flops_per_device: float
-    mfu: float | None
+    mfu: float
+    simulated: bool
+
+    def causes(self) -> dict[str, float]:
+        """Seconds by cause, in the order in which they are shown; they add up to ``step``."""
+        exposed = {f"{axis} communication": seconds for axis, seconds in self.exposed.items()}
+        return {
+            "compute": self.compute,
+            "recompute": self.recompute,
+            **exposed,
+            "pipeline bubble": self.bubble,
+            "optimizer": self.optimizer,
+            "offload": self.offload,
+            "other": self.other,
+        }
+
+    def days(self, tokens: float) -> float:
+        """Days of training on a number of tokens."""
+        return tokens / self.tokens_per_second / 86_400

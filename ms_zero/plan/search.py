@@ -1,0 +1,197 @@
+"""Searches all layouts of a model on a cluster for the fastest that fit.
+
+Branch and bound. The quickest variant of a skeleton bounds all its variants, so skeletons are visited in that
+order until none can enter the list any more. Within a skeleton, more recompute and more offload never make a
+step shorter nor its memory larger: for each use of host memory only the least recompute that fits is of
+interest. Closed forms decide; the best are then run event by event and ranked again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ms_zero.plan.candidates import (
+    OFFLOAD,
+    RECOMPUTE,
+    Offload,
+    Space,
+    skeletons,
+    smallest,
+    with_offload,
+    zero_variants,
+)
+from ms_zero.plan.layout import Layout
+from ms_zero.plan.report import MemoryReport, TimeReport
+from ms_zero.plan.shapes import ModelShape
+from ms_zero.plan.time import TimeModel
+
+SIMULATED = 20
+"""Layouts that are run event by event."""
+
+
+class Memory(Protocol):
+    """What the search asks of a memory model."""
+
+    def peak(self, layout: Layout) -> float:
+        """Bytes of the fullest device."""
+        ...
+
+    def report(self, layout: Layout) -> MemoryReport:
+        """Every stage, part by part, host memory included."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Bytes that a layout may use.
+
+    Args:
+        device: of each device.
+        host: of each device's share of its host; 0: nothing can be offloaded.
+
+    """
+
+    device: float
+    host: float = 0.0
+
+    def admits(self, memory: Memory, layout: Layout, peak: float) -> bool:
+        """Say whether a layout fits whose device memory is ``peak``."""
+        if peak > self.device:
+            return False
+        offloads = layout.optimizer_offload or layout.activation_offload or layout.parameter_offload
+        return not offloads or memory.report(layout).host_peak <= self.host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout that fits, and what is predicted for it."""
+
+    layout: Layout
+    time: TimeReport
+    memory: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Args:
+        best: fastest first, every pipeline run event by event.
+        skeletons: combinations of degrees, micro batch and schedule that exist.
+        visited: of those, the ones whose variants were looked at; the others are slower than ``best``.
+        estimated: layouts whose time was predicted.
+
+    """
+
+    best: tuple[Candidate, ...]
+    skeletons: int
+    visited: int
+    estimated: int
+
+
+def search(
+    shape: ModelShape,
+    time: TimeModel,
+    memory: Memory,
+    space: Space,
+    capacity: Capacity,
+    count: int = SIMULATED,
+) -> Found:
+    """Find the ``count`` fastest layouts that fit into ``capacity``.
+
+    At most one variant of a skeleton is kept: the fastest.
+    """
+    bounds = sorted(
+        (
+            (time.estimate(layout).step, number, layout)
+            for number, layout in enumerate(skeletons(shape, space))
+        ),
+        key=lambda entry: entry[:2],
+    )
+    best: list[tuple[float, int, Candidate]] = []
+    visited = estimated = 0
+    for bound, number, layout in bounds:
+        if len(best) == count and bound >= -best[0][0]:
+            break
+        visited += 1
+        limit = -best[0][0] if len(best) == count else float("inf")
+        candidate, tried = quickest_variant(layout, time, memory, space, capacity, limit)
+        estimated += tried
+        if candidate is not None:
+            heapq.heappush(best, (-candidate.time.step, -number, candidate))
+            if len(best) > count:
+                heapq.heappop(best)
+    exact = [replace(each, time=time.simulate(each.layout)) for _, _, each in best]
+    exact.sort(key=lambda each: (each.time.step, complexity(each.layout)))
+    return Found(
+        best=tuple(exact), skeletons=len(bounds), visited=visited, estimated=len(bounds) + estimated
+    )
+
+
+def quickest_variant(
+    layout: Layout,
+    time: TimeModel,
+    memory: Memory,
+    space: Space,
+    capacity: Capacity,
+    limit: float = float("inf"),
+) -> tuple[Candidate | None, int]:
+    """Find the fastest variant of a skeleton that fits and takes less than ``limit`` seconds.
+
+    Returns it, or None, and the number of layouts whose time was predicted.
+    """
+    if memory.peak(smallest(layout, space)) > capacity.device:
+        return None, 0
+    found, tried = None, 0
+    for base in zero_variants(layout, space):
+        kinds = len(RECOMPUTE)
+        for offload in OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]:
+            report = time.estimate(with_offload(base, offload))
+            tried += 1
+            if report.step >= limit:
+                break  # more offload is slower still
+            fitting = _least_recompute(base, offload, memory, capacity, kinds)
+            if fitting is None:
+                continue
+            kinds, variant, peak = fitting
+            if kinds:
+                report = time.estimate(variant)
+                tried += 1
+            if report.step < limit:
+                found, limit = Candidate(layout=variant, time=report, memory=peak), report.step
+            if not kinds:
+                break
+    return found, tried
+
+
+def _least_recompute(
+    base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: int
+) -> tuple[int, Layout, float] | None:
+    """The first of ``kinds`` kinds of recompute that fits: its number, the layout and its bytes."""
+    for number, (kind, every) in enumerate(RECOMPUTE[:kinds]):
+        variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
+        peak = memory.peak(variant)
+        if capacity.admits(memory, variant, peak):
+            return number, variant, peak
+    return None
+
+
+def smallest_peaks(
+    shape: ModelShape, memory: Memory, space: Space
+) -> Iterator[tuple[float, Layout]]:
+    """The least memory of every skeleton with a micro batch of 1, as (bytes, layout)."""
+    for layout in skeletons(shape, space):
+        if layout.micro_batch_size == 1 and layout.schedule == "1f1b":
+            least = smallest(layout, space)
+            yield memory.peak(least), least
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """Orders layouts of equal speed: fewer axes, no offload, less recompute, a plainer schedule first."""
+    axes = sum(degree > 1 for degree in (layout.pp, layout.tp, layout.cp, layout.ep, layout.dp_replicate))
+    offload = bool(layout.optimizer_offload) + layout.activation_offload + layout.parameter_offload
+    return axes, offload, layout.recompute != "none", layout.schedule != "1f1b", layout.zero_stage
+
