@@ -7,6 +7,7 @@ from mindspore import Tensor, nn
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
+from ms_zero.models.dropout import Dropout, DropoutState, name_dropouts_by_path
 from ms_zero.models.layers import (
     Embedding,
     LayerNorm,
@@ -69,6 +70,8 @@ class GPTBlock(nn.Cell):
         norm_eps: float,
         init_std: float,
         residual_std: float,
+        dropout: float,
+        dropout_state: DropoutState | None,
         target: str | None,
     ) -> None:
         super().__init__()
@@ -77,11 +80,15 @@ class GPTBlock(nn.Cell):
         self.attn = GPTAttention(hidden_size, num_heads, target=target, **stds)
         self.ln_2 = LayerNorm(hidden_size, eps=norm_eps, target=target)
         self.mlp = GPTMLP(hidden_size, ffn_size, target=target, **stds)
+        self.attn_dropout = Dropout(dropout, dropout_state) if dropout_state else None
+        self.mlp_dropout = Dropout(dropout, dropout_state) if dropout_state else None
 
     def construct(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map x [B, T, H] to [B, T, H]; mask: see `kernels.CausalAttention`."""
-        x = x + self.attn(self.ln_1(x), mask)
-        return x + self.mlp(self.ln_2(x))
+        y = self.attn(self.ln_1(x), mask)
+        x = x + (y if self.attn_dropout is None else self.attn_dropout(y))
+        y = self.mlp(self.ln_2(x))
+        return x + (y if self.mlp_dropout is None else self.mlp_dropout(y))
 
 
 class GPTTransformer(nn.Cell):
@@ -98,6 +105,8 @@ class GPTTransformer(nn.Cell):
         max_seq_len: int,
         norm_eps: float,
         init_std: float,
+        dropout: float,
+        dropout_state: DropoutState | None,
         target: str | None,
     ) -> None:
         super().__init__()
@@ -112,10 +121,13 @@ class GPTTransformer(nn.Cell):
                 norm_eps=norm_eps,
                 init_std=init_std,
                 residual_std=init_std / math.sqrt(2 * num_layers),
+                dropout=dropout,
+                dropout_state=dropout_state,
                 target=target,
             )
             for _ in range(num_layers)
         ]
+        self.dropout = Dropout(dropout, dropout_state) if dropout_state else None
         self.document_mask = kernels.DocumentMask(target)
         self.h = nn.CellList(blocks)
         self.ln_f = LayerNorm(hidden_size, eps=norm_eps, target=target)
@@ -130,6 +142,8 @@ class GPTTransformer(nn.Cell):
         if position_ids is None:
             position_ids = self.positions(input_ids)
         x = self.wte(input_ids) + self.wpe(position_ids)
+        if self.dropout is not None:
+            x = self.dropout(x)
         mask = None if document_starts is None else self.document_mask(document_starts, x)
         for block in self.h:
             x = block(x, mask)
@@ -140,8 +154,12 @@ class GPT(nn.Cell):
     """GPT language model: int32 input_ids [B, T] -> fp32 logits [B, T, vocab_size].
 
     Parameters are created without storage; see `ms_zero.models.initialise`. target: device target of the
-    kernels, None for the current one. Raises UserError when num_heads does not divide hidden_size and, when
-    called, for T > max_seq_len.
+    kernels, None for the current one. Raises UserError when num_heads does not divide hidden_size, for a
+    dropout outside [0, 1) and, when called, for T > max_seq_len.
+
+    dropout: rate after the embeddings and after attention and MLP of each block, as in GPT-2. The attention
+    probabilities get none: fused kernels never hold them. With a rate above 0, `dropout_state` has to be told
+    the position of each forward pass; else it is None.
     """
 
     def __init__(
@@ -156,11 +174,13 @@ class GPT(nn.Cell):
         norm_eps: float = 1e-5,
         init_std: float = 0.02,
         tie_embeddings: bool = True,
+        dropout: float = 0.0,
         target: str | None = None,
     ) -> None:
         super().__init__()
         if hidden_size % num_heads:
             raise UserError(f"model: num_heads {num_heads} does not divide hidden_size {hidden_size}")
+        self.dropout_state = DropoutState() if dropout else None
         self.transformer = GPTTransformer(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -170,11 +190,14 @@ class GPT(nn.Cell):
             max_seq_len=max_seq_len,
             norm_eps=norm_eps,
             init_std=init_std,
+            dropout=dropout,
+            dropout_state=self.dropout_state,
             target=target,
         )
         shared = self.transformer.wte.weight if tie_embeddings else None
         self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
         name_parameters_by_path(self)
+        name_dropouts_by_path(self)
 
     def construct(
         self,

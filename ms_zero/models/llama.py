@@ -10,6 +10,7 @@ from mindspore import Tensor, nn
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
+from ms_zero.models.dropout import Dropout, DropoutState, name_dropouts_by_path
 from ms_zero.models.layers import (
     Embedding,
     Linear,
@@ -98,6 +99,8 @@ class LlamaLayer(nn.Cell):
         norm_eps: float,
         init_std: float,
         residual_std: float,
+        dropout: float,
+        dropout_state: DropoutState | None,
         target: str | None,
     ) -> None:
         super().__init__()
@@ -118,11 +121,15 @@ class LlamaLayer(nn.Cell):
         self.mlp = LlamaMLP(
             hidden_size, ffn_size, init_std=init_std, residual_std=residual_std, target=target
         )
+        self.attn_dropout = Dropout(dropout, dropout_state) if dropout_state else None
+        self.mlp_dropout = Dropout(dropout, dropout_state) if dropout_state else None
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map x [B, T, H] to [B, T, H]; the other arguments are those of `LlamaAttention`."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        x = x + (y if self.attn_dropout is None else self.attn_dropout(y))
+        y = self.mlp(self.post_attention_layernorm(x))
+        return x + (y if self.mlp_dropout is None else self.mlp_dropout(y))
 
 
 class LlamaModel(nn.Cell):
@@ -134,6 +141,7 @@ class LlamaModel(nn.Cell):
         rotary_emb: RotaryTables,
         layers: list[LlamaLayer],
         norm: RMSNorm,
+        dropout: Dropout | None,
         target: str | None,
     ) -> None:
         super().__init__()
@@ -142,6 +150,7 @@ class LlamaModel(nn.Cell):
         self.document_mask = kernels.DocumentMask(target)
         self.layers = nn.CellList(layers)
         self.norm = norm
+        self.dropout = dropout
 
     def construct(
         self,
@@ -152,6 +161,8 @@ class LlamaModel(nn.Cell):
         """Map int32 ids [B, T] to hidden states [B, T, H]; the other arguments are those of `Llama`."""
         cos, sin = self.rotary_emb(input_ids, position_ids)
         x = self.embed_tokens(input_ids)
+        if self.dropout is not None:
+            x = self.dropout(x)
         mask = None if document_starts is None else self.document_mask(document_starts, x)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
@@ -163,7 +174,9 @@ class Llama(nn.Cell):
 
     Parameters are created without storage; see `ms_zero.models.initialise`. target: device target of the
     kernels, None for the current one. Raises UserError when num_kv_heads does not divide num_heads, when
-    head_dim is odd and, when called, for T > max_seq_len.
+    head_dim is odd, for a dropout outside [0, 1) and, when called, for T > max_seq_len.
+
+    dropout: as that of `GPT`, in the same three places.
     """
 
     def __init__(
@@ -184,6 +197,7 @@ class Llama(nn.Cell):
         rope_scaling: RopeScaling | None = None,
         qkv_bias: bool = False,
         qk_norm: bool = False,
+        dropout: float = 0.0,
         target: str | None = None,
     ) -> None:
         super().__init__()
@@ -191,6 +205,7 @@ class Llama(nn.Cell):
             raise UserError(f"model: num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")
         if head_dim % 2:
             raise UserError(f"model: head_dim {head_dim} is odd: rotary positions need an even one")
+        self.dropout_state = DropoutState() if dropout else None
         layers = [
             LlamaLayer(
                 hidden_size,
@@ -203,6 +218,8 @@ class Llama(nn.Cell):
                 norm_eps=norm_eps,
                 init_std=init_std,
                 residual_std=init_std / math.sqrt(2 * num_layers),
+                dropout=dropout,
+                dropout_state=self.dropout_state,
                 target=target,
             )
             for _ in range(num_layers)
@@ -212,11 +229,13 @@ class Llama(nn.Cell):
             RotaryTables(head_dim, max_seq_len, theta=rope_theta, scaling=rope_scaling),
             layers,
             RMSNorm(hidden_size, eps=norm_eps, target=target),
+            Dropout(dropout, self.dropout_state) if self.dropout_state else None,
             target,
         )
         shared = self.model.embed_tokens.weight if tie_embeddings else None
         self.lm_head = Linear(hidden_size, vocab_size, bias=False, init_std=init_std, weight=shared)
         name_parameters_by_path(self)
+        name_dropouts_by_path(self)
 
     def construct(
         self,
