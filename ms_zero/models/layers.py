@@ -70,6 +70,8 @@ class Embedding(nn.Cell):
 class LayerNorm(nn.Cell):
     """Layer normalisation over the last dim with weight and bias [hidden_size]."""
 
+    keeps_fp32 = True  # read by ms_zero.precision
+
     def __init__(self, hidden_size: int, *, eps: float, target: str | None) -> None:
         super().__init__()
         self.weight = empty_parameter(hidden_size)
@@ -87,6 +89,8 @@ class LayerNorm(nn.Cell):
 
 class RMSNorm(nn.Cell):
     """Root-mean-square normalisation over the last dim with weight [size]."""
+
+    keeps_fp32 = True  # read by ms_zero.precision
 
     def __init__(self, size: int, *, eps: float, target: str | None) -> None:
         super().__init__()

@@ -49,6 +49,12 @@ def round_to_grid(x: Tensor, grid: str = "bf16") -> Tensor:
     return _RoundToBf16.apply(x)
 
 
+def round_gradient(x: Tensor, grid: str = "bf16") -> Tensor:
+    """`round_to_grid` for values that are on the grid already: shares their storage, rounds the gradient."""
+    assert grid == "bf16", grid
+    return _RoundGradient.apply(x)
+
+
 def cast(x: Tensor, dtype: ms.Type) -> Tensor:
     """Convert a float tensor; its gradient is converted back. Keeps nothing for backward.
 
@@ -89,6 +95,16 @@ class _RoundToBf16(function_class):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return _round(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _round(grad)
+
+
+class _RoundGradient(function_class):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x  # the caller gets a new tensor on the same storage
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

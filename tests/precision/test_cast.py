@@ -7,7 +7,7 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 from ms_zero import _compat
-from ms_zero.precision.cast import cast, from_bits, round_array, round_to_grid, to_bits
+from ms_zero.precision.cast import cast, from_bits, round_array, round_gradient, round_to_grid, to_bits
 
 ALL_BITS = np.arange(2**16, dtype=np.uint16)
 
@@ -111,6 +111,15 @@ def test_round_to_grid_rounds_values_and_gradients(how):
     x, weight = rng.standard_normal((2, 50, 3), np.float32)
     out, grad = gradients(how, round_to_grid, x, weight)
     np.testing.assert_array_equal(out.asnumpy(), round_array(x))
+    np.testing.assert_array_equal(grad.asnumpy(), round_array(weight))
+
+
+@pytest.mark.parametrize("how", ["tape", "value_and_grad"])
+def test_round_gradient_leaves_values_alone(how):
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((2, 50, 3), np.float32)
+    out, grad = gradients(how, round_gradient, x, weight)
+    np.testing.assert_array_equal(out.asnumpy(), x)
     np.testing.assert_array_equal(grad.asnumpy(), round_array(weight))
 
 
