@@ -21,9 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ms_zero.plan.layout import Layout
-from ms_zero.plan.shapes import Attention, LayerShape
+from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
 
 _FP32 = 4
+_ID_BYTES = 12  # of a token: its id for the embedding, its label and the logarithm of its sum for the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,13 @@ class Kept:
 
     Args:
         norm_copies: tensors of hidden_size that a norm and the matrix after it keep.
-        qkv_copies: copies of queries, keys and values, in and out of rotary positions and reshapes.
+        qkv_copies: copies of queries, keys and values.
+        rotary_copies: further tensors of the size of queries and keys that rotary positions keep.
         context_copies: copies of the weighted values.
         score_copies: tensors of the probabilities' size without flash attention.
         plain_copies: inner tensors of an MLP of two matrices.
         gated_copies: inner tensors of a gated MLP.
-        loss_copies: fp32 tensors of the logits' size between forward and backward, besides the logits.
+        loss_copies: fp32 tensors of the logits' size at the end of forward, besides the logits.
         token_numbers: fp32 numbers per token and layer, such as the statistics of norms.
         dropout: whether dropout is on.
         selective_drops_products: whether selective recompute also drops the output of the activation
@@ -47,6 +49,7 @@ class Kept:
 
     norm_copies: float = 2
     qkv_copies: float = 1
+    rotary_copies: float = 0
     context_copies: float = 1
     score_copies: float = 1
     plain_copies: float = 2
@@ -58,7 +61,9 @@ class Kept:
 
 
 FUSED = Kept()
-"""Fused kernels of an accelerator, no dropout."""
+"""Fused kernels: those of Ascend in 16 bits and this project's own on CPU; no dropout."""
+COMPOSED = Kept(norm_copies=3, rotary_copies=2, plain_copies=7, gated_copies=5, token_numbers=20)
+"""Kernels composed of plain operators, with stored probabilities: GPU, and Ascend in fp32."""
 PUBLISHED = Kept(token_numbers=0, dropout=True)
 """What Korthikanti et al. count: dropout on, statistics of norms left out."""
 MINDFORMERS_KEPT = Kept(selective_drops_products=True)
@@ -106,7 +111,8 @@ def layer_activations(
     inner, product = _inner_elements(layer, layout.tp, kept, imbalance)
     moved = _moved_elements(layer, hidden_size, imbalance) * width / along
     moved += _router_numbers(layer) * _FP32 / along
-    plain = (kept.qkv_copies * qkv + kept.context_copies * context + inner) * width
+    rotary = kept.rotary_copies * _rotary_elements(layer.attention, layout.tp)
+    plain = (kept.qkv_copies * qkv + rotary + kept.context_copies * context + inner) * width
     none = shared / along + plain + moved + scores
     dropped = scores
     if kept.selective_drops_products:
@@ -119,11 +125,27 @@ def layer_activations(
     )
 
 
+def kernels_of(target: str, activation_bytes: int) -> tuple[Kept, bool]:
+    """What the kernels of a device target keep, and whether their attention stores no probabilities."""
+    fused = target == "CPU" or (target == "Ascend" and activation_bytes == 2)
+    return (FUSED if fused else COMPOSED), fused
+
+
 def logits_bytes(vocab_size: int, layout: Layout, kept: Kept) -> float:
     """Logits of one microbatch on one device, in the activation dtype and as fp32, and their gradient."""
     tokens = layout.micro_batch_size * layout.seq_len / layout.cp
     width = layout.precision.activation + kept.loss_copies * layout.precision.logits
     return tokens * -(-vocab_size // layout.tp) * width
+
+
+def saved_ends_bytes(shape: ModelShape, layout: Layout, kept: Kept) -> float:
+    """What last norm, loss, ids and the tables of rotary positions add to the layers of one microbatch."""
+    tokens = layout.micro_batch_size * layout.seq_len / layout.cp
+    norm = kept.norm_copies * shape.hidden_size * layout.precision.activation + kept.token_numbers / 2 * _FP32
+    loss = shape.vocab_size / layout.tp * layout.precision.logits
+    attention = shape.blocks[0][1].attention
+    tables = 2 * layout.seq_len * attention.head_dim * _FP32 if attention.rotary else 0
+    return tokens * (norm + loss + _ID_BYTES) + tables
 
 
 def dispatch_bytes(layer: LayerShape, hidden_size: int, layout: Layout, imbalance: float) -> float:
@@ -146,6 +168,11 @@ def _shared_elements(layer: LayerShape, hidden_size: int, kept: Kept) -> float:
 def _qkv_elements(attention: Attention, tp: int) -> float:
     kv_heads = max(1.0, attention.num_kv_heads / tp)
     return attention.q_size / tp + kv_heads * (attention.head_dim + attention.value_head_dim)
+
+
+def _rotary_elements(attention: Attention, tp: int) -> float:
+    kv_heads = max(1.0, attention.num_kv_heads / tp)
+    return attention.q_size / tp + kv_heads * attention.head_dim if attention.rotary else 0.0
 
 
 def _score_bytes(attention: Attention, layout: Layout, kept: Kept) -> float:

@@ -260,6 +260,7 @@ def _attention(file: _File, index: int) -> Attention:
         out_bias=file.flag(file.traits.out_bias),
         qk_norm=file.traits.qk_norm,
         window=_window(file, index),
+        rotary=file.traits.positions is None,
     )
 
 

@@ -9,10 +9,7 @@ from ms_zero.pipeline.schedule import in_flight_bound, refuse
 from ms_zero.plan.recompute import RECOMPUTE_KINDS
 
 if TYPE_CHECKING:
-    from ms_zero.config import PrecisionConfig, RunConfig
     from ms_zero.plan.shapes import ModelShape
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,47 +219,6 @@ class Layout:
             elif sum(self.chunk_layers) != shape.num_layers:
                 found.append(f"chunk_layers place {sum(self.chunk_layers)} of {shape.num_layers} layers")
         return found
-
-
-def layout_of(config: RunConfig) -> Layout:
-    """The layout that a run config describes.
-
-    Attention is a fused kernel on Ascend in 16 bits and a composed one elsewhere.
-    """
-    parallel, offload, precision = config.parallel, config.offload, precision_of(config.precision)
-    return Layout(
-        seq_len=config.data.seq_len,
-        pp=parallel.pp,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        dp_replicate=parallel.dp_replicate,
-        dp_shard=parallel.dp_shard,
-        zero_stage=parallel.zero_stage,
-        micro_batch_size=config.train.micro_batch_size,
-        microbatches=config.train.accumulation_steps,
-        flash_attention=config.hardware.target == "Ascend" and precision.activation == 2,
-        reshard_after_forward=parallel.reshard_after_forward,
-        prefetch=parallel.prefetch,
-        optimizer_offload=0.0 if offload.optimizer == "none" else offload.fraction,
-        offload_to="nvme" if offload.optimizer == "nvme" else "cpu",
-        parameter_offload=offload.params == "cpu",
-        bucket_bytes=parallel.bucket_mb * 2**20,
-        sync_each_microbatch=parallel.sync_each_microbatch,
-        precision=replace(precision, moments=0) if config.optim.kind == "sgd" else precision,
-    )
-
-
-def precision_of(config: PrecisionConfig) -> Precision:
-    """Bytes per element of a precision section, with Adam's two fp32 moments."""
-    keeps_master = config.master == "fp32" and config.param != "fp32"
-    return Precision(
-        weight=_BYTES[config.param],
-        gathered=_BYTES[config.param],
-        gradient=_BYTES[config.accumulate],
-        master=_BYTES["fp32"] if keeps_master else 0,
-        activation=_BYTES[config.compute],
-        reduce=_BYTES[config.reduce],
-    )
 
 
 def split_layers(num_layers: int, chunks: int) -> tuple[int, ...]:

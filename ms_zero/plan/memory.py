@@ -24,6 +24,7 @@ from ms_zero.plan.activations import (
     dispatch_bytes,
     layer_activations,
     logits_bytes,
+    saved_ends_bytes,
 )
 from ms_zero.plan.layout import Layout, in_flight
 from ms_zero.plan.parameters import (
@@ -89,6 +90,7 @@ class _Sizes(NamedTuple):
     largest_experts: int
     layer_dense: int
     layer_experts: int
+    tied: int  # an embedding that is the head as well and stays gathered from the one to the other
 
 
 class MemoryModel:
@@ -138,6 +140,16 @@ class MemoryModel:
         """Every stage, part by part."""
         stages, _ = self._stages_of(layout)
         return MemoryReport(stages=tuple(self._stage(layout, stage) for stage in stages))
+
+    def saved(self, layout: Layout) -> float:
+        """Bytes that the forward of one microbatch leaves for backward: what counting saved tensors shows.
+
+        Without pipeline stages.
+        """
+        assert layout.pp == 1
+        stages, _ = self._stages_of(layout)
+        layers, _ = self._chunk(layout, stages[0].chunks[0], 1)
+        return layers + saved_ends_bytes(self.shape, layout, self.kept)
 
     def largest_seq_len(self, layout: Layout, capacity: float, step: int = 128) -> int:
         """The longest sequence, a multiple of ``step`` x tp x 2 cp, that fits; 0 when none does."""
@@ -204,15 +216,18 @@ class MemoryModel:
                 experts += count * one.experts
                 if one.total > layer_dense + layer_experts:
                     layer_dense, layer_experts = one.dense, one.experts
-        ends = 0
-        if stage.has_embedding:
-            ends = device_embedding_parameters(self.shape, tp=layout.tp)
-            dense += ends
-        if stage.has_head:
-            head = device_head_parameters(self.shape, tp=layout.tp, has_embedding=stage.has_embedding)
-            dense, ends = dense + head, max(ends, head)
+        embedding, head = self._ends(layout.tp, stage)
+        dense, ends = dense + embedding + head, max(embedding, head)
         largest = (ends, 0) if ends > layer_dense + layer_experts else (layer_dense, layer_experts)
-        return _Sizes(dense, experts, *largest, layer_dense, layer_experts)
+        tied = stage.has_embedding and stage.has_head and self.shape.tie_embeddings
+        return _Sizes(dense, experts, *largest, layer_dense, layer_experts, ends * tied)
+
+    def _ends(self, tp: int, stage: _Stage) -> tuple[int, int]:
+        """Parameters of embedding and head on a stage."""
+        embedding = device_embedding_parameters(self.shape, tp=tp) if stage.has_embedding else 0
+        if not stage.has_head:
+            return embedding, 0
+        return embedding, device_head_parameters(self.shape, tp=tp, has_embedding=stage.has_embedding)
 
     def _backward(
         self, layout: Layout, stage: _Stage, sizes: _Sizes, held: Sequence[int], host: dict[str, float]
@@ -382,14 +397,17 @@ def _unsharded(layout: Layout, sizes: _Sizes) -> float:
     dense = layout.shard_degree > 1 or layout.parameter_offload
     experts = layout.expert_shard_degree > 1 or layout.parameter_offload
     largest = sizes.largest_dense * dense + sizes.largest_experts * experts
-    ahead = sizes.layer_dense * dense + sizes.layer_experts * experts
-    gathered = largest + layout.prefetch * ahead
+    layer = sizes.layer_dense * dense + sizes.layer_experts * experts
     found = precision.gradient * largest if _gradients_are_shards(layout) else 0.0
     if precision.weight != precision.activation:
-        found += precision.activation * (sizes.largest_dense + sizes.largest_experts)
+        whole = max(sizes.largest_dense + sizes.largest_experts, sizes.tied + sizes.layer_dense)
+        found += precision.activation * whole
     if hsdp in (1, 2) or (layout.zero_stage == 3 and not layout.reshard_after_forward):
-        gathered = sizes.dense * dense + sizes.experts * experts
-    return found + (precision.gathered * gathered if hsdp or layout.zero_stage == 3 else 0.0)
+        return found + precision.gathered * (sizes.dense * dense + sizes.experts * experts)
+    if layout.zero_stage < 3 and not hsdp:
+        return found
+    current = max(largest, sizes.tied * dense + layer)
+    return found + precision.gathered * (current + layout.prefetch * layer)
 
 
 def require_valid(layout: Layout, shape: ModelShape) -> None:

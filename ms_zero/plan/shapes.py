@@ -48,6 +48,7 @@ class Attention:
         qk_norm: norm of queries and keys: none, per head (one weight of head_dim each), or over all heads.
         latent: multi-head latent attention; None for plain projections.
         window: keys that a query sees at most; None: all before it.
+        rotary: whether positions are rotary.
 
     """
 
@@ -60,6 +61,7 @@ class Attention:
     qk_norm: Literal["none", "head", "full"] = "none"
     latent: Latent | None = None
     window: int | None = None
+    rotary: bool = True
 
     @property
     def q_size(self) -> int:
@@ -227,6 +229,7 @@ def _from_gpt(model: GPTConfig, name: str) -> ModelShape:
         value_head_dim=head_dim,
         qkv_bias=True,
         out_bias=True,
+        rotary=False,
     )
     mlp = Mlp(ffn_hidden_size=model.ffn_hidden_size, gated=False, bias=True)
     return ModelShape(
