@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ms_zero import __version__
-from ms_zero.cli import doctor_install, doctor_machine
+from ms_zero.cli import doctor_install, doctor_kernels, doctor_machine
 from ms_zero.cli.doctor_check import Check, problem, skipped
 from ms_zero.cli.doctor_collective import check_collective
 from ms_zero.cli.launch_console import Console
@@ -18,7 +18,7 @@ _LIGHT_CHECKS: Sequence[tuple[str, Callable[[], Sequence[Check]]]] = (
     ("ms_zero", doctor_install.check_package),
     ("versions", doctor_install.check_requirements),
     ("compilers", doctor_install.check_compilers),
-    ("kernels", doctor_install.check_kernels),
+    ("kernels", doctor_kernels.check_kernels),
     ("environment", doctor_machine.check_environment),
     ("cores", doctor_machine.check_cores),
     ("memory", doctor_machine.check_memory),

@@ -1,10 +1,9 @@
-"""Checks of the installation: Python, packages, compilers, kernels, and whether mindspore runs."""
+"""Checks of the installation: Python, packages, compilers, and whether mindspore runs."""
 
 import importlib.metadata
 import importlib.util
 import json
 import os
-import pkgutil
 import platform
 import re
 import shutil
@@ -142,16 +141,6 @@ def _check_cann(home: Path) -> Check:
 
 def _device_files(pattern: str) -> list[Path]:
     return sorted(Path("/dev").glob(pattern))
-
-
-def check_kernels() -> list[Check]:
-    """Which kernels of ours are built; the others are operators of MindSpore."""
-    package = Path(ms_zero.__file__).resolve().parent / "kernels"
-    names = [module.name for module in pkgutil.iter_modules([str(package)]) if module.name != "dispatch"]
-    built = sorted(path.name for path in (resources.config_dir().parent / "ops").rglob("*.so"))
-    if built:
-        return [ok("kernels", f"built: {', '.join(built)}; everything else runs on MindSpore's operators")]
-    return [ok("kernels", f"no own ones are built: {', '.join(names)} run on MindSpore's built-in operators")]
 
 
 def check_mindspore(timeout_s: float) -> tuple[Mapping[str, int] | None, list[Check]]:

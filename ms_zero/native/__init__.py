@@ -1,7 +1,7 @@
 """The project's C++ library for the CPU: found, built when needed, loaded; standard library only."""
 
 from ms_zero.native.build import Build, Compiler, build_library, find_compilers
-from ms_zero.native.library import Found, ensure_built, find_library, load_library
+from ms_zero.native.library import Found, built_libraries, ensure_built, find_library, load_library
 from ms_zero.native.sources import (
     VARIANTS,
     Variant,
@@ -19,6 +19,7 @@ __all__ = [
     "Variant",
     "best_variant",
     "build_library",
+    "built_libraries",
     "ensure_built",
     "find_compilers",
     "find_library",

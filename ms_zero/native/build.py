@@ -55,7 +55,7 @@ def find_compilers(names: Sequence[str] = COMPILERS) -> tuple[Compiler, ...]:
 
 def _examine(path: str) -> Compiler:
     try:
-        shown = _run([path, "--version"])
+        shown = run_tool([path, "--version"])
     except UserError as error:
         return Compiler(path, "unknown version", str(error))
     version = (shown.splitlines() or ["unknown version"])[0].strip()
@@ -63,7 +63,7 @@ def _examine(path: str) -> Compiler:
         source = Path(folder) / "probe.cc"
         source.write_text(_PROBE, encoding="utf-8")
         try:
-            _run([path, "-std=c++17", "-fopenmp", str(source), "-o", str(source.with_suffix(""))])
+            run_tool([path, "-std=c++17", "-fopenmp", str(source), "-o", str(source.with_suffix(""))])
         except UserError as error:
             return Compiler(path, version, str(error))
     return Compiler(path, version, "")
@@ -110,16 +110,16 @@ def build_library(
             for source, target in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(_run, commands))
+            list(pool.map(run_tool, commands))
         library = Path(scratch) / "library.so"
-        _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        run_tool([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(library)])
         target = folder / library_name(root, variant)
         library.replace(target)
     return Build(target, variant.name, compiler)
 
 
-def _run(command: Sequence[str]) -> str:
-    """Standard output of a command; raises UserError with its first error line."""
+def run_tool(command: Sequence[str]) -> str:
+    """Standard output of a compiler; raises UserError with its first error line when it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
