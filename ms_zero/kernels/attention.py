@@ -1,10 +1,66 @@
-"""Causal attention."""
+"""Causal attention.
+
+Kept for backward by the native CPU kernel: q, k, v and the output (of their dtype), document_starts if given,
+and the logarithm of each row's sum (B H T, fp32): linear in the sequence. While it works, each thread has fp32
+buffers of about 64 (5 D + 64) elements in forward and (5 D + 2) T H / Hkv in backward.
+"""
+
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_zero._compat import function_class
+from ms_zero.errors import UserError
+from ms_zero.kernels import cpu
 from ms_zero.kernels.dispatch import select
+from ms_zero.kernels.eager import EagerOrGraph
+from ms_zero.kernels.saved import Saved
+
+
+class _CausalAttentionFunction(function_class):
+    """Online softmax over tiles; backward recomputes the tiles (ops/attention/cpu)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float) -> Tensor:
+        q, k, v = cpu.packed(q), cpu.packed(k), cpu.packed(v)
+        _check_attention(q, k, v, starts)
+        batch, length, heads, _ = q.shape
+        out, log_sums = cpu.like(q), cpu.floats(batch, heads, length)
+        code = cpu.dtype_code(q)
+        cpu.call("msz_attention", q, k, v, code, starts, out, log_sums, *_sizes(q, k), scale)
+        ctx.save_for_backward(q, k, v, out, log_sums, *([] if starts is None else [starts]))
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums, *starts = ctx.saved_tensors
+        grads = cpu.like(q), cpu.like(k), cpu.like(v)
+        given = q, k, v, out, cpu.packed(grad), cpu.dtype_code(q), starts[0] if starts else None, log_sums
+        cpu.call("msz_attention_grad", *given, *grads, *_sizes(q, k), ctx.scale)
+        return (*grads, None, None)
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    batch, length, heads, head_dim = q.shape
+    return batch, length, heads, k.shape[2], head_dim
+
+
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> None:
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    fits = k.shape == v.shape == (batch, length, kv_heads, head_dim) and heads % kv_heads == 0
+    if not fits or not q.dtype == k.dtype == v.dtype:
+        raise UserError(
+            f"attention: q {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)} and v {v.dtype} "
+            f"{list(v.shape)} do not fit: expected one dtype, [B, T, H, D] and twice [B, T, Hkv, D], "
+            f"H a multiple of Hkv"
+        )
+    if starts is not None:
+        assert starts.shape == (batch, length) and starts.dtype == ms.int32, (starts.shape, starts.dtype)
+        assert starts.is_contiguous()
 
 
 class _CausalAttentionComposed(nn.Cell):
@@ -66,6 +122,27 @@ class _CausalAttentionComposed(nn.Cell):
             scores = scores + self.gather(mask, self.sample_of_rows(batch, heads), 0)
         out = self.combine(self.softmax(scores.reshape(batch, kv_heads, -1, length)), v)
         return self.swap(out, batch, heads, length).reshape(batch, length, heads, head_dim)
+
+
+class _CausalAttentionByStarts(nn.Cell):
+    """The composed form for the mask of the native one."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.mask = _DocumentMaskComposed()
+        self.attention = _CausalAttentionComposed(scale)
+
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+        if starts is None:
+            return self.attention(q, k, v)
+        return self.attention(q, k, v, self.mask(starts, q))
+
+
+def _attention_native(scale: float) -> nn.Cell:
+    def apply(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
+        return _CausalAttentionFunction.apply(q, k, v, starts, scale)
+
+    return EagerOrGraph(apply, _CausalAttentionByStarts(scale))
 
 
 # The compressed causal mask that FlashAttentionScore takes whatever the sequence length.
@@ -148,6 +225,13 @@ class _DocumentMaskAscend(nn.Cell):
         return self.blocked(document_starts).astype(ms.uint8).reshape(batch, 1, length, length)
 
 
+class _DocumentStarts(nn.Cell):
+    """The native attention takes the starts as they are: nothing of [T, T] exists."""
+
+    def construct(self, document_starts: Tensor, x: Tensor) -> Tensor:
+        return document_starts
+
+
 class DocumentMask(nn.Cell):
     """The mask that keeps CausalAttention within documents, built once and used by all layers.
 
@@ -159,7 +243,8 @@ class DocumentMask(nn.Cell):
     def __init__(self, target: str | None = None) -> None:
         super().__init__()
         implementations = {
-            "CPU": _DocumentMaskComposed,
+            "CPU": _DocumentStarts,
+            "CPU-portable": _DocumentMaskComposed,
             "GPU": _DocumentMaskComposed,
             "Ascend": _DocumentMaskAscend,
         }
@@ -185,7 +270,8 @@ class CausalAttention(nn.Cell):
     def __init__(self, scale: float, target: str | None = None) -> None:
         super().__init__()
         implementations = {
-            "CPU": _CausalAttentionComposed,
+            "CPU": _attention_native,
+            "CPU-portable": _CausalAttentionComposed,
             "GPU": _CausalAttentionComposed,
             "Ascend": _CausalAttentionAscend,
         }
@@ -194,3 +280,18 @@ class CausalAttention(nn.Cell):
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend."""
         return self.attention(q, k, v, mask)
+
+    @staticmethod
+    def saved_elements(
+        batch: int, length: int, heads: int, kv_heads: int, head_dim: int, *, documents: bool = False
+    ) -> tuple[Saved, ...]:
+        """What the native CPU kernel keeps for backward; `documents`: with a document mask."""
+        tokens = batch * length
+        return (
+            Saved("q", tokens * heads * head_dim),
+            Saved("k", tokens * kv_heads * head_dim),
+            Saved("v", tokens * kv_heads * head_dim),
+            Saved("out", tokens * heads * head_dim, role="output"),
+            Saved("log_sums", tokens * heads, dtype="fp32", role="extra"),
+            *([Saved("document_starts", tokens, dtype="int32")] if documents else []),
+        )

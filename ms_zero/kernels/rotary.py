@@ -1,10 +1,40 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-rotation form."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-rotation form.
+
+The native CPU kernel keeps only the tables for backward, which all layers share.
+"""
+
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_zero._compat import function_class
+from ms_zero.kernels import cpu
 from ms_zero.kernels.dispatch import select
+from ms_zero.kernels.eager import EagerOrGraph
+from ms_zero.kernels.saved import Saved
+
+
+class _RotaryFunction(function_class):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cpu.packed(cos.astype(ms.float32)), cpu.packed(sin.astype(ms.float32))
+        assert cos.shape == sin.shape and cos.shape[-2:] == (x.shape[1], x.shape[3]), (x.shape, cos.shape)
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotate(dy, *ctx.saved_tensors, inverse=True), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    x = cpu.packed(x)
+    y = cpu.like(x)
+    tables = cos.shape[0] if cos.ndim == 3 else 1
+    cpu.call("msz_rotary", x, y, cpu.dtype_code(x), cos, sin, tables, *x.shape, inverse)
+    return y
 
 
 class _RotaryComposed(nn.Cell):
@@ -59,6 +89,10 @@ class _RotaryNative(nn.Cell):
         return self.rotary(x, cos.astype(x.dtype).reshape(shape), sin.astype(x.dtype).reshape(shape), 0)
 
 
+def _rotary_native() -> nn.Cell:
+    return EagerOrGraph(_RotaryFunction.apply, _RotaryComposed())
+
+
 class RotaryEmbedding(nn.Cell):
     """x * cos + [-x2, x1] * sin with x = [x1, x2] halves of the last dim.
 
@@ -69,9 +103,19 @@ class RotaryEmbedding(nn.Cell):
 
     def __init__(self, target: str | None = None) -> None:
         super().__init__()
-        implementations = {"CPU": _RotaryComposed, "GPU": _RotaryComposed, "Ascend": _RotaryNative}
+        implementations = {
+            "CPU": _rotary_native,
+            "CPU-portable": _RotaryComposed,
+            "GPU": _RotaryComposed,
+            "Ascend": _RotaryNative,
+        }
         self.rotary = select("RotaryEmbedding", implementations, target)()
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x."""
         return self.rotary(x, cos, sin)
+
+    @staticmethod
+    def saved_elements(table_elements: int) -> tuple[Saved, ...]:
+        """What the native CPU kernel keeps for backward: only the tables, which all layers share."""
+        return (Saved("cos", table_elements, dtype="fp32"), Saved("sin", table_elements, dtype="fp32"))
