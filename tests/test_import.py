@@ -31,7 +31,7 @@ WITHOUT_NUMPY = (
     "ms_zero.config",
 )
 
-COMMANDS = ([], ["train"], ["launch"], ["lint"], ["explain"], ["config"], ["doctor"])
+COMMANDS = ([], ["train"], ["launch"], ["lint"], ["explain"], ["config"], ["translate"], ["doctor"])
 
 
 def modules_after(code):
@@ -74,6 +74,8 @@ def test_help_loads_nothing_heavy(arguments):
         ["config", "show", "runs/quickstart"],
         ["explain", "MZ012"],
         ["explain"],
+        ["translate", "to-deepspeed", "runs/quickstart"],
+        ["translate", "fsdp", "tests/config/examples/fsdp-accelerate.yaml"],
         ["train", "runs/quickstart", "train.stpes=3"],
         ["launch", "runs/quickstart", "--workers", "2", "train.stpes=3"],
     ],

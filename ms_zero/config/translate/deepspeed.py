@@ -414,7 +414,7 @@ def _warmup(notes: RunNotes, kind: str) -> None:
     steps = 2 if kind == "WarmupCosineLR" else 1000
     if notes.has(f"{at}warmup_num_steps"):
         put(notes, f"{at}warmup_num_steps", "optim.warmup_steps", whole)
-    else:
+    elif f"{at}warmup_num_steps" not in notes.leaves:
         reason = f"not given: {steps} in DeepSpeed"
         notes.default(f"{at}warmup_num_steps", "optim.warmup_steps", steps, reason)
     if notes.has(shape) and not logarithmic:

@@ -220,7 +220,7 @@ def _flags(notes: _Options) -> None:
         if str(word).upper() in _STRATEGIES:
             _strategy(notes, "fsdp", str(word).upper())
         elif word == "offload":
-            notes.put("fsdp", "offload.params", "cpu")
+            _offload_weights(notes, "fsdp", True)
         elif word == "auto_wrap":
             notes.put("fsdp", "parallel.wrap", "block", "the blocks of the model")
         else:
@@ -393,23 +393,25 @@ def _half(notes: _Options, source: str, name: str) -> None:
 
 
 def _offload(notes: _Options) -> None:
-    remark = "with their gradients; the update runs on the host in FSDP, see offload.optimizer"
     for source in ("offload_params", "cpu_offload", "cpu_offload.offload_params"):
-        if notes.has(source):
-            try:
-                on = _truth(notes.get(source) or False)
-            except ValueError as error:
-                notes.drop(source, str(error))
-                continue
-            notes.put(source, "offload.params", "cpu" if on else "none", remark if on else "")
-            if on:
-                notes.default(
-                    source, "offload.optimizer", "cpu", "FSDP updates offloaded weights on the host"
-                )
-    policy = notes.get("offload_policy")
+        if not notes.has(source):
+            continue
+        try:
+            on = _truth(notes.get(source) or False)
+        except ValueError as error:
+            notes.drop(source, str(error))
+            continue
+        _offload_weights(notes, source, on)
     if notes.has("offload_policy"):
-        on = str(policy).startswith("CPUOffloadPolicy")
-        notes.put("offload_policy", "offload.params", "cpu" if on else "none", remark if on else "")
+        on = str(notes.get("offload_policy")).startswith("CPUOffloadPolicy")
+        _offload_weights(notes, "offload_policy", on)
+
+
+def _offload_weights(notes: _Options, source: str, on: bool) -> None:
+    remark = "weights and gradients wait in host memory" if on else ""
+    notes.put(source, "offload.params", "cpu" if on else "none", remark)
+    if on:
+        notes.default(source, "offload.optimizer", "cpu", "FSDP updates offloaded weights on the host")
 
 
 def _prefetch(notes: _Options) -> None:
