@@ -13,6 +13,7 @@ from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
 from ms_zero.hardware import peak_flops
+from ms_zero.kernels import default_target
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
 from ms_zero.optim.schedule import Schedule
 from ms_zero.plan.flops import train_flops_per_token
@@ -34,8 +35,11 @@ def run(loaded: Loaded, comm: Communicator) -> int:
         UserError: bad data, checkpoint or environment, or a config that this version cannot run.
     """
     loaded.require_runnable()
+    hardware = loaded.config.hardware
+    portable = hardware.target == "CPU" and hardware.kernels == "portable"
+    kernels = default_target("CPU-portable") if portable else nullcontext()
     debug = checked(comm, own_address()) if loaded.config.train.debug_collectives else nullcontext(comm)
-    with debug as comm, closing(_Session(loaded, comm)) as session:
+    with kernels, debug as comm, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)
         session.resume()
         with _stop_on_signals() as stop:  # not before: until here there is nothing to save

@@ -45,10 +45,12 @@ def launch(
     launch_preflight.check_mindspore()
     launch_preflight.check_output_dir(output_dir)
     launch_preflight.check_not_running(job.state_dir)
+    console, errors = Console(sys.stdout), Console(sys.stderr)
+    hardware = loaded.config.hardware
+    launch_preflight.check_kernels(hardware.target, hardware.kernels, console)
     from ms_zero.data.run import load_data
 
     load_data(loaded.config)  # data that cannot be used is refused here, in one line, not by every worker
-    console, errors = Console(sys.stdout), Console(sys.stderr)
     place = f" (node {cluster.node_rank} of {nodes})" if nodes > 1 else ""
     count = "1 worker" if cluster.local_workers == 1 else f"{cluster.local_workers} workers"
     console.line(f"ms-zero: starting {count}{place}, logs in {job.log_dir}")

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from ms_zero.cli.launch_console import Console
 from ms_zero.cli.launch_process import read_stat
 from ms_zero.cli.launch_state import read_json
 from ms_zero.errors import UserError
@@ -150,6 +151,17 @@ def check_memory(local_workers: int) -> None:
             f"--workers: {local_workers} here need more than the {total / 2**30:.0f} GiB of memory: "
             f"start at most {fit} here, or spread them over --nodes"
         )
+
+
+def check_kernels(target: str, kernels: str, console: Console) -> None:
+    """Build the CPU library now if the run needs it and it is not there, so that no worker has to.
+
+    Raises UserError when it is needed and cannot be built.
+    """
+    if target == "CPU" and kernels == "native":
+        from ms_zero import native
+
+        native.ensure_built(announce=lambda message: console.line(f"ms-zero: {message}"))
 
 
 def check_output_dir(output_dir: Path) -> None:

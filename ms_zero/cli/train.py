@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ms_zero.cli.affinity import bind_to_share
-from ms_zero.cli.launch_preflight import check_output_dir
+from ms_zero.cli.launch_console import Console
+from ms_zero.cli.launch_preflight import check_kernels, check_output_dir
 from ms_zero.cli.launch_process import signal_at_parent_death
 from ms_zero.cli.launch_state import Place, WorkerReport, place_from_environment
 from ms_zero.errors import UserError
@@ -62,10 +63,12 @@ def _train(run: str, overrides: Sequence[str], place: Place, report: WorkerRepor
     loaded = load_config(run, overrides, place.world_size)
     check_output_dir(Path(loaded.config.train.output_dir))
 
-    if place.role == "single":  # a launcher has looked at the data already
+    if place.role == "single":  # a launcher has looked at these already
         from ms_zero.data.run import load_data
 
         load_data(loaded.config)
+        hardware = loaded.config.hardware
+        check_kernels(hardware.target, hardware.kernels, Console(sys.stdout))
     target = loaded.config.hardware.target
     if target == "CPU":
         bind_to_share(os.environ)

@@ -443,6 +443,12 @@ class HardwareConfig:
         default=AUTO,
         auto="cpu on CPU, else not known",
     )
+    kernels: Literal["native", "portable"] = key(
+        "native: the C++ library, built at first use with the compiler that is found. portable: numpy and "
+        "MindSpore's operators, slower, for machines without a compiler.",
+        default="native",
+        used_when=("target", ("CPU",)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
+from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum
@@ -21,6 +22,7 @@ __all__ = [
     "SwiGLU",
     "adamw_update",
     "adamw_update_host",
+    "default_target",
     "sgd_update",
     "sgd_update_host",
     "sum_of_squares",

@@ -10,7 +10,9 @@ A target is a device, or a device and a kind of implementation:
 Nothing is chosen silently: what is asked for and missing is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import mindspore as ms
@@ -22,13 +24,30 @@ TARGETS = ("CPU", f"CPU{PORTABLE}", "GPU", "GPU-custom", "Ascend", "Ascend-custo
 
 T = TypeVar("T")
 
+_DEFAULT: ContextVar[str | None] = ContextVar("ms_zero.kernels.target", default=None)
+
+
+@contextmanager
+def default_target(target: str) -> Iterator[None]:
+    """Within the block None as a target means `target`, in this thread; an explicit target still wins.
+
+    For whole runs on kernels that are not the device's usual ones. Raises UserError for an unknown target.
+    """
+    token = _DEFAULT.set(resolve_target(target))
+    try:
+        yield
+    finally:
+        _DEFAULT.reset(token)
+
 
 def resolve_target(target: str | None) -> str:
-    """Return `target`, or MindSpore's current device target when it is None.
+    """Return `target`; for None that of :func:`default_target`, else MindSpore's current device target.
 
     Raises UserError for anything but one of TARGETS.
     """
-    chosen = ms.get_context("device_target") if target is None else target
+    chosen = _DEFAULT.get() if target is None else target
+    if chosen is None:
+        chosen = ms.get_context("device_target")
     if chosen not in TARGETS:
         raise UserError(f"kernels: unknown device target {chosen!r}: expected one of {', '.join(TARGETS)}")
     return chosen

@@ -1,18 +1,15 @@
 """Optimizer updates on numpy arrays, for state that is kept on the host (CPU offload).
 
-An array is flat and contiguous: float32, float16, or bf16 as its bits in uint16. Any alignment will do, so
-that an array may be a part of a buffer or of a mapped file.
+An array is flat and contiguous: float32, float16, or bf16, either as its bits in uint16 or in the dtype of
+that name which ``Tensor.asnumpy`` gives. Any alignment will do, so that an array may be a part of a buffer or
+of a mapped file. The C++ library does the work (target "CPU"), or numpy ("CPU-portable"): the same bits.
 """
-
-from typing import Literal
 
 import numpy as np
 
 from ms_zero.kernels import native_optimizer, reference
+from ms_zero.kernels.dispatch import PORTABLE, resolve_target
 from ms_zero.kernels.native_optimizer import BF16, FP16, FP32, HostArray
-
-Implementation = Literal["native", "portable"]
-"""The C++ library, or numpy: the same bits."""
 
 _CODES = {np.dtype(np.float32): FP32, np.dtype(np.float16): FP16, np.dtype(np.uint16): BF16}
 
@@ -31,7 +28,7 @@ def adamw_update_host(
     step: int,
     grad_scale: float = 1.0,
     low_precision: np.ndarray | None = None,
-    implementation: Implementation = "native",
+    target: str | None = None,
     threads: int = 0,
 ) -> None:
     """:func:`ms_zero.kernels.adamw_update` on numpy arrays, in place.
@@ -49,7 +46,7 @@ def adamw_update_host(
         step: number of this update, from 1.
         grad_scale: factor on the gradient.
         low_precision: float16 or bf16 bits [n], written with the rounded result.
-        implementation: "native", or "portable" for numpy.
+        target: "CPU", or "CPU-portable" for numpy; None: as `default_target` says, else "CPU".
         threads: at most so many threads; 0 for what OpenMP says. numpy uses one.
     """
     scalars = reference.adamw_scalars(
@@ -63,8 +60,8 @@ def adamw_update_host(
     )
     _check_updated(param, exp_avg, exp_avg_sq)
     _check_sizes(param, exp_avg, exp_avg_sq, grad, low_precision)
-    if implementation == "portable":
-        reference.adamw(param, exp_avg, exp_avg_sq, grad, low_precision, scalars)
+    if _is_portable(target):
+        reference.adamw(param, exp_avg, exp_avg_sq, _bits(grad), _bits(low_precision), scalars)
     else:
         arrays = [host_array(each) for each in (param, exp_avg, exp_avg_sq, grad)]
         native_optimizer.adamw(*arrays, _output(low_precision), scalars, threads=threads)
@@ -78,35 +75,45 @@ def sgd_update_host(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
     low_precision: np.ndarray | None = None,
-    implementation: Implementation = "native",
+    target: str | None = None,
     threads: int = 0,
 ) -> None:
     """:func:`ms_zero.kernels.sgd_update` on numpy arrays, in place; see :func:`adamw_update_host`."""
     scalars = reference.sgd_scalars(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
     _check_updated(param)
     _check_sizes(param, grad, low_precision)
-    if implementation == "portable":
-        reference.sgd(param, grad, low_precision, scalars)
+    if _is_portable(target):
+        reference.sgd(param, _bits(grad), _bits(low_precision), scalars)
     else:
         arrays = host_array(param), host_array(grad), _output(low_precision)
         native_optimizer.sgd(*arrays, scalars, threads=threads)
 
 
-def sum_of_squares_host(
-    values: np.ndarray, *, implementation: Implementation = "native", threads: int = 0
-) -> float:
+def sum_of_squares_host(values: np.ndarray, *, target: str | None = None, threads: int = 0) -> float:
     """:func:`ms_zero.kernels.sum_of_squares` of a numpy array: an fp32 value."""
     array = host_array(values)
-    if implementation == "portable":
-        return float(reference.sum_of_squares(values))
+    if _is_portable(target):
+        return float(reference.sum_of_squares(_bits(values)))
     return native_optimizer.sum_of_squares(array, threads=threads)
 
 
 def host_array(values: np.ndarray) -> HostArray:
     """What the C++ library is told about an array."""
+    values = _bits(values)
     assert values.dtype in _CODES, f"expected float32, float16 or bf16 bits in uint16, got {values.dtype}"
     assert values.ndim == 1 and values.flags.c_contiguous, "expected a contiguous flat array"
     return HostArray(values.ctypes.data, values.size, _CODES[values.dtype])
+
+
+def _is_portable(target: str | None) -> bool:
+    chosen = resolve_target(target)
+    assert target is None or chosen.startswith("CPU"), f"arrays of the host are not updated on {target}"
+    return chosen.endswith(PORTABLE)
+
+
+def _bits(values: np.ndarray | None) -> np.ndarray | None:
+    """bf16 as its bits in uint16, sharing the storage; anything else as it is."""
+    return values.view(np.uint16) if values is not None and values.dtype.name == "bfloat16" else values
 
 
 def _output(low_precision: np.ndarray | None) -> HostArray | None:

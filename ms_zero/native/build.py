@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,13 @@ def usable_compiler(compilers: Sequence[Compiler]) -> Compiler:
 
 
 def build_library(
-    root: Path, variant: Variant, folder: Path, *, extra_flags: Sequence[str] = (), jobs: int | None = None
+    root: Path,
+    variant: Variant,
+    folder: Path,
+    *,
+    extra_flags: Sequence[str] = (),
+    jobs: int | None = None,
+    announce: Callable[[str], None] = lambda message: None,
 ) -> Build:
     """Compile all CPU sources under `root` and put the library into `folder` (made when missing).
 
@@ -95,11 +101,13 @@ def build_library(
         folder: where the library goes.
         extra_flags: appended to compiling and linking, for sanitizers.
         jobs: compilers at the same time; None for the number of usable cores.
+        announce: is told in one line what is about to be built with which compiler.
 
     Raises:
         UserError: no compiler, or compiling failed.
     """
     compiler = usable_compiler(find_compilers())
+    announce(f"building the CPU kernels for {variant.name} with {compiler.path}, once")
     sources = cpu_sources(root)
     flags = [*COMMON_FLAGS, *variant.flags, *extra_flags, f"-I{root / 'common'}"]
     folder.mkdir(parents=True, exist_ok=True)

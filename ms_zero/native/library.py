@@ -5,7 +5,7 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -38,10 +38,13 @@ def find_library(variant: Variant) -> Found | None:
     return None
 
 
-def ensure_built(variant: Variant | None = None) -> Found:
+def ensure_built(
+    variant: Variant | None = None, announce: Callable[[str], None] = lambda message: None
+) -> Found:
     """The library for `variant` (None: the best for this processor), built now when it is not there.
 
-    Several processes may call this at once: one builds, the others wait for it.
+    Several processes may call this at once: one builds, the others wait for it. `announce` is told in one
+    line when a build begins, which takes some seconds.
 
     Raises:
         UserError: this machine is not supported, there is no compiler, or the build failed.
@@ -58,12 +61,17 @@ def ensure_built(variant: Variant | None = None) -> Found:
         with _locked(folder / f"{variant.name}.lock"):
             found = find_library(variant)
             if found is None:
-                build_library(source_root(), variant, folder).path.chmod(0o500)
+                _build(variant, folder, announce)
                 found = find_library(variant)
     except (UserError, OSError) as error:
         raise UserError(f"kernels: cannot build the CPU kernels: {error}; {_HOW_TO}") from None
     assert found is not None
     return found
+
+
+def _build(variant: Variant, folder: Path, announce: Callable[[str], None]) -> None:
+    build = build_library(source_root(), variant, folder, announce=announce)
+    build.path.chmod(0o500)  # whatever the umask is
 
 
 def load_library(variant: str | None = None) -> ctypes.CDLL:
