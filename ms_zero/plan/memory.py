@@ -187,7 +187,7 @@ class MemoryModel:
         held = in_flight(layout.schedule, layout.pp, stage.rank, layout.microbatches, layout.virtual_stages)
         if layout.pp == 1:
             held = (1,)
-        states, host = _states(layout, sizes)
+        states, host = state_bytes(layout, sizes.dense, sizes.experts)
         backward = self._backward(layout, stage, sizes, held, host)
         bucket = min(2 * layout.bucket_bytes, layout.precision.gradient * (sizes.dense + sizes.experts))
         phase, moment = "backward", backward
@@ -360,11 +360,16 @@ def _planned(plan: RecomputePlan, layers: list[LayerActivations]) -> tuple[float
     return kept, max([*segments, *cores], default=0.0)
 
 
-def _states(layout: Layout, sizes: _Sizes) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes held through the whole step, on the device and on the host."""
+def state_bytes(
+    layout: Layout, dense: float, experts: float = 0
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes held through the whole step, by part, on the device and on the host.
+
+    ``dense`` and ``experts`` are the parameters of one device before data-parallel sharding.
+    """
     precision, hsdp = layout.precision, layout.hsdp_level
-    whole = sizes.dense + sizes.experts
-    shard = sizes.dense / layout.shard_degree + sizes.experts / layout.expert_shard_degree
+    whole = dense + experts
+    shard = dense / layout.shard_degree + experts / layout.expert_shard_degree
     states = shard if layout.zero_stage >= 1 or hsdp else whole
     gradients = shard if _gradients_are_shards(layout) else whole
     weights = precision.weight * (shard if layout.zero_stage == 3 or hsdp else whole)
