@@ -230,6 +230,73 @@ def _translate(argv: Sequence[str]) -> int:
     return translate(Order(includes=values.pop("include"), **values))
 
 
+def _plan(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero plan",
+        description="Find the fastest layouts of a model on a cluster that fit, and say why; status 2 if "
+        "none does. Predictions, not measurements; no device is needed.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="preset, run file, or Hugging Face config.json")
+    add("--cluster", required=True, metavar="NAME", help="entry of the device catalogue, or a file like one")
+    add("--devices", type=int, required=True, metavar="N", help="number of devices")
+    add("--seq", type=int, required=True, metavar="N", help="tokens of a sample")
+    add("--tokens", metavar="N", help="tokens to train on, for example 2T")
+    add("--global-batch", type=int, metavar="N", help="samples of a step (default: by the model's size)")
+    add("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16 or fp32")
+    add("--no-offload", action="store_true", help="keep everything in device memory")
+    add("--top", type=int, default=5, metavar="N", help="layouts to show (default 5)")
+    add("--write", metavar="RUN.yaml", help="write a run file for the recommended layout")
+    add("--html", metavar="PATH", help="write a page with charts")
+    add("--json", dest="json_path", metavar="PATH", help="write the answer as JSON")
+    arguments = parser.parse_args(argv)
+    from ms_zero.cli.plan import plan
+
+    return plan(**vars(arguments))
+
+
+def _estimate(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero estimate",
+        description="Predict memory and time of a run file; status 2 if it does not fit.",
+    )
+    _add_run_arguments(parser)
+    _add_workers(parser)
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help="catalogue entry (default: hardware.device of the run file)")
+    help_text = "list remedies: memory, speed, convergence or nan"
+    add("--diagnose", metavar="PROBLEM", help=help_text)
+    arguments = parser.parse_intermixed_args(argv)
+    from ms_zero.cli.estimate import estimate
+
+    return estimate(
+        arguments.run, arguments.overrides, arguments.workers, arguments.cluster, arguments.diagnose
+    )
+
+
+def _schedule(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero schedule",
+        description="Show a pipeline schedule: timeline, bubble, and how many microbatches each rank holds.",
+    )
+    add = parser.add_argument
+    add("--schedule", dest="name", default="1f1b", metavar="NAME", help="gpipe, 1f1b, interleaved or zb-h1")
+    add("--pp", type=int, default=4, metavar="N", help="ranks (default 4)")
+    add("--microbatches", type=int, default=8, metavar="N", help="microbatches of a step (default 8)")
+    add("--virtual", type=int, default=1, metavar="N", help="virtual stages of a rank (default 1)")
+    add("--csv", metavar="PATH", help="read the schedule from a file: a row a rank, cells such as 0F0")
+    add("--times", nargs=3, default=("1", "1", "1"), metavar="T", help="times of F, B and W (default 1 1 1)")
+    add("--transfer", default="0", metavar="T", help="time of a message (default 0)")
+    add("--width", type=int, default=120, metavar="N", help="characters of a line (default 120)")
+    add("--write", metavar="PATH", help="write the schedule as CSV")
+    add("--trace", metavar="PATH", help="write a Chrome trace (Perfetto) as JSON")
+    add("--figure", metavar="PATH", help="draw a .png or .svg with matplotlib")
+    arguments = parser.parse_args(argv)
+    from ms_zero.cli.schedule import schedule
+
+    return schedule(**vars(arguments))
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
     parser.add_argument("--workers", type=int, metavar="N", help=help_text)
@@ -248,6 +315,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "explain": ("explain the id of a finding, a section or a key", _explain),
     "config": ("show the effective config and where each value is from", _config),
     "translate": ("write a run file from a config of DeepSpeed, FSDP, MindFormers or Megatron", _translate),
+    "plan": ("find the fastest layouts of a model on a cluster that fit", _plan),
+    "estimate": ("predict memory and time of a run file", _estimate),
+    "schedule": ("show a pipeline schedule: timeline, bubble, memory", _schedule),
     "data": ("encode text to token files, or check data", _data),
     "doctor": ("check this machine and installation", _doctor),
 }

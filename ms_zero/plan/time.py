@@ -94,8 +94,8 @@ class TimeModel:
         self.shape = shape
         self.device = device
         self.efficiency = efficiency
-        self.network: Network = network_of(device)
         self.rates = _rates(device, dtype)
+        self.network: Network = network_of(device)
         self._layer_works_of: dict[tuple, tuple[dict[tuple[LayerShape, str], Work], Work, Work]] = {}
         self._chunks_of: dict[tuple, _Chunks] = {}
         self._parameters_of: dict[tuple, tuple[DeviceParameters, ...]] = {}

@@ -1,0 +1,143 @@
+"""Puts plans and estimates into words: tables of plain text, one fact a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ms_zero.plan.layout import Layout
+from ms_zero.plan.parameters import active_parameters, count_parameters
+from ms_zero.plan.planner import Plan, follows_rule, limit_of, rule_of_thumb
+from ms_zero.plan.report import PARTS, MemoryReport, TimeReport
+from ms_zero.plan.search import Candidate
+
+_SHOWN = 5
+
+
+def explain_plan(plan: Plan, count: int = _SHOWN) -> Iterator[str]:
+    """The answer to a request, line by line."""
+    yield from _question(plan)
+    if plan.choice is None:
+        yield "nothing fits"
+        yield from (f"  {remedy}" for remedy in plan.remedies)
+        return
+    yield ""
+    yield from layout_table(plan, plan.alternatives(count))
+    yield ""
+    yield f"recommended: {describe(plan.choice.layout)}"
+    yield from time_lines(plan.choice.time)
+    yield from memory_lines(plan.memory.report(plan.choice.layout), plan.capacity.device)
+    if plan.request.tokens:
+        yield (
+            f"{count_text(plan.request.tokens)} tokens take {plan.choice.time.days(plan.request.tokens):.1f} "
+            f"days, {plan.request.tokens / plan.choice.layout.tokens_per_step:.0f} steps"
+        )
+    if plan.simple:
+        yield "simpler layouts"
+        width = max(len(each.name) for each in plan.simple)
+        yield from (f"  {each.name:{width}s}  {each.outcome}" for each in plan.simple)
+    agrees = "agrees" if follows_rule(plan.shape, plan.choice.layout) else "differs"
+    yield f"rule of thumb: {rule_of_thumb(plan.shape)} ({agrees})"
+
+
+def _question(plan: Plan) -> Iterator[str]:
+    shape, device, space = plan.shape, plan.device, plan.space
+    total, active = count_parameters(shape), active_parameters(shape)
+    uses = f" ({count_text(active)} active)" if active != total else ""
+    yield f"{shape.name}: {count_text(total)} parameters{uses}, {shape.num_layers} layers"
+    yield (
+        f"{space.devices} x {device.name}: {plan.time.rates.matmul / 1e12:.0f} TFLOP/s "
+        f"{plan.request.dtype}, {plan.capacity.device / 1e9:.1f} GB usable, {space.devices_per_node} a node"
+    )
+    tokens = space.global_batch_size * space.seq_len
+    chosen = "" if plan.request.global_batch_size else " (by model size)"
+    yield f"a step: {space.global_batch_size} samples x {space.seq_len} = {count_text(tokens)} tokens{chosen}"
+    yield (
+        f"searched {plan.found.skeletons} combinations of degrees, batch and schedule; predicted "
+        f"{plan.found.estimated} layouts, simulated {len(plan.found.best)}"
+    )
+
+
+def layout_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """One line a candidate: its layout and what limits it."""
+    rows = [("", "layout", "tok/s/device", "MFU", "step", "memory", "limited by")]
+    for number, each in enumerate(candidates, 1):
+        rows.append(
+            (
+                str(number),
+                describe(each.layout),
+                f"{each.time.tokens_per_second_per_device:.0f}",
+                f"{100 * each.time.mfu:.1f}%",
+                f"{each.time.step:.2f} s",
+                f"{each.memory / 1e9:.1f} GB",
+                limit_of(plan, each),
+            )
+        )
+    yield from table(rows)
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words."""
+    degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard")
+    parts = [f"{name} {getattr(layout, name)}" for name in degrees if getattr(layout, name) > 1]
+    if layout.dp * layout.cp > 1:
+        parts.append(f"ZeRO-{layout.zero_stage}")
+    if layout.pp > 1:
+        virtual = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        parts.append(f"{layout.schedule}{virtual}")
+    parts.append(f"micro batch {layout.micro_batch_size} x {layout.microbatches}")
+    if layout.recompute != "none":
+        every = f" {layout.recompute_every}" if layout.recompute == "every_k" else ""
+        parts.append(f"recompute {layout.recompute}{every}")
+    if layout.optimizer_offload:
+        parts.append(f"{100 * layout.optimizer_offload:.0f}% of the optimizer on {layout.offload_to}")
+    if layout.activation_offload:
+        parts.append("activations on the host")
+    if layout.parameter_offload:
+        parts.append("weights on the host")
+    return ", ".join(parts)
+
+
+def time_lines(report: TimeReport) -> Iterator[str]:
+    """A step by cause, and what follows from it."""
+    yield f"a step takes {report.step:.3f} s" + (" (pipeline simulated)" if report.simulated else "")
+    for cause, seconds in report.causes().items():
+        if seconds > 5e-4:
+            yield f"  {cause:18s} {seconds:9.3f} s  {100 * seconds / report.step:5.1f}%"
+    yield (
+        f"  {report.tokens_per_second_per_device:.0f} tokens/s/device, "
+        f"{report.flops_per_device / 1e12:.0f} TFLOP/s/device, MFU {100 * report.mfu:.1f}%"
+    )
+
+
+def memory_lines(report: MemoryReport, capacity: float | None) -> Iterator[str]:
+    """Memory of the fullest stage by part."""
+    worst = report.worst
+    room = f" of {capacity / 1e9:.1f}" if capacity else ""
+    where = f" in stage {worst.stage}" if len(report.stages) > 1 else ""
+    yield f"memory: {worst.peak / 1e9:.2f}{room} GB{where}, from {worst.low / 1e9:.2f} GB"
+    for name in PARTS:
+        if worst.parts.get(name, 0.0) > 5e6:
+            yield f"  {name:18s} {worst.parts[name] / 1e9:9.2f} GB"
+    if report.host_peak:
+        yield f"  {'on the host':18s} {report.host_peak / 1e9:9.2f} GB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{width}s}" for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def count_text(number: float) -> str:
+    """A number with the usual letter: 68.98 B, 2 T, 4.19 M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.2f}".rstrip("0").rstrip(".") + f" {letter}"
+    return f"{number:.0f}"
+
+
+def lines(parts: Iterable[str]) -> str:
+    """One text."""
+    return "\n".join(parts)
