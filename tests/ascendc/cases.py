@@ -20,8 +20,8 @@ from emulated import (
 from tiling import TilingLibrary
 
 CORES = (1, 8, 40, 48)
-SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 255, 256, 257, 1000, 4607, 4608, 4609, 5119, 5120, 5121, 8191,
-         8192, 8193, 9215, 9217, 16385, 12289, 65535, 65537, 100003, 524287, 1 << 20, (1 << 20) - 3)  # fmt: skip
+SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 255, 256, 257, 1000, 4607, 4863, 4864, 4865, 5119, 5120, 5121, 8191,
+         8192, 8193, 9727, 9729, 16385, 12289, 65535, 65537, 100003, 524287, 1 << 20, (1 << 20) - 3)  # fmt: skip
 STATS_TILE, STATS_ROWS, LANES = 8192, 64, 64
 
 
@@ -148,6 +148,7 @@ class Checker:
         name = kernel or case.variant.name
         run = self._library.launch(name, tiling.cores, memories, [*arguments, *outputs, token], tiling)
         errors, ulp = _compare(run, memories, outputs, expected, max_overlap)
+        errors += _wrong_ub(run, planned_adam_ub(tiling.tile, inputs[3].itemsize, 0 if low is None else 2))
         if token.array[0] != (0.0 if skipped else 1.0):
             errors.append(f"token is {token.array[0]}")
         expected_bytes = 0 if skipped else _adam_bytes(case)
@@ -167,6 +168,7 @@ class Checker:
         )
         expected = expected_partials(REFERENCE.widen(x.values), tiling.per_core, tiling.cores)
         errors, ulp = _compare(run, [x, partials], [partials], [expected], max_overlap)
+        errors += _wrong_ub(run, planned_stats_ub(x.values.itemsize))
         moved = _moved(run, [x, partials], without=(partials,))
         if moved != x.values.nbytes and not run.stopped:
             errors.append(f"{moved} bytes moved, {x.values.nbytes} expected")
@@ -178,11 +180,31 @@ class Checker:
         result = Memory(np.full(1, np.nan, np.float32), readable=False, writable=True)
         run = self._library.launch(kernel or TOTAL.name, 1, [rows, result], [rows, result], None)
         errors, ulp = _compare(run, [rows, result], [result], [expected_total(partials)], np.inf)
+        errors += _wrong_ub(run, (STATS_ROWS + 1) * 32)
         return Outcome(tuple(errors), ulp, run, 0.0)
+
+
+def planned_adam_ub(tile: int, grad_bytes: int, low_bytes: int) -> int:
+    """What FusedAdamW has to take of the unified buffer, in bytes: the tile is chosen to fill it."""
+    widened = 4 if grad_bytes == 2 else 0
+    return tile * (2 * (12 + grad_bytes) + low_bytes + 4 + widened) + 96
+
+
+def planned_stats_ub(item_bytes: int) -> int:
+    """What GradStats has to take: two tiles of input, one of squares, three levels of sums, the rows."""
+    return STATS_TILE * (2 * item_bytes + 4) + (128 + 8 + 8) * 4 + (1 + STATS_ROWS) * 32
+
+
+def _wrong_ub(run: Run, planned: int) -> list[str]:
+    if run.stopped or run.ub_peak == planned:
+        return []
+    return [f"takes {run.ub_peak} bytes of the unified buffer, planned are {planned}"]
 
 
 def _adam_inputs(case: AdamCase) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng([case.length, case.cores, case.step])
+    if case.kind == "ties":
+        return _tie_inputs(case, rng)
     p, m = (values(rng, case.length, "float32", case.kind) for _ in range(2))
     v = np.abs(values(rng, case.length, "float32", case.kind))
     grad = values(rng, case.length, case.grad, case.kind)
@@ -191,6 +213,18 @@ def _adam_inputs(case: AdamCase) -> tuple[np.ndarray, ...]:
         found_inf=case.found_inf,
     )  # fmt: skip
     return p, m, v, grad, scalars
+
+
+def _tie_inputs(case: AdamCase, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """A step that leaves every parameter as it is, halfway between two numbers of the low-precision dtype."""
+    half_step = 12 if case.low == "float16" else 15  # the highest bit that is rounded away
+    bits = (rng.integers(0x3000, 0x4700, case.length).astype(np.uint32) << 16) >> (half_step + 1) << (half_step + 1)
+    sign = rng.integers(0, 2, case.length).astype(np.uint32) << 31
+    p = (bits | np.uint32(1 << half_step) | sign).view(np.float32)
+    zeros = np.zeros(case.length, np.float32)
+    grad = zeros.astype(NUMPY_TYPES[case.grad])
+    scalars = REFERENCE.adamw_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=case.step)
+    return p, zeros, zeros + 1, grad, scalars
 
 
 def _adam_bytes(case: AdamCase) -> int:

@@ -300,8 +300,11 @@ class TPipe {
         return true;
     }
     TEventID FetchEventID(HardEvent event) {
-        int id = emulator::allocateEvent(sourcePipe(event), targetPipe(event));
-        emulator::releaseEvent(sourcePipe(event), targetPipe(event), id);
+        int from = sourcePipe(event), to = targetPipe(event);
+        int id = emulator::allocateEvent(from, to);
+        emulator::releaseEvent(from, to, id);
+        uint8_t& fetched = emulator::core().eventsFetched[from][to];
+        fetched = static_cast<uint8_t>(fetched | 1 << id);
         return static_cast<TEventID>(id);
     }
 

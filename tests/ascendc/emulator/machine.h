@@ -80,7 +80,8 @@ struct Core {
     Clock issued{};
     std::array<Clock, kPipes> seen{};  // seen[p][q]: instructions of q that p knows to be complete
     Flag flags[kPipes][kPipes][kEvents];
-    uint8_t eventsInUse[kPipes][kPipes] = {};
+    uint8_t eventsInUse[kPipes][kPipes] = {};  // by queues
+    uint8_t eventsFetched[kPipes][kPipes] = {};  // by the kernel itself
     std::array<double, kPipes> pipeFree{}, pipeReady{}, pipeBusy{};
     Core() { ub.fill(0xA5); }
 };
@@ -256,6 +257,8 @@ inline void checkEvent(int id) {
 inline void setFlag(int from, int to, int id) {
     checkEvent(id);
     Core& c = core();
+    if (!((c.eventsInUse[from][to] | c.eventsFetched[from][to]) >> id & 1))
+        broken("event %s->%s %d was never asked for", pipeName(from), pipeName(to), id);
     Flag& flag = c.flags[from][to][id];
     if (flag.set) broken("event %s->%s %d set twice", pipeName(from), pipeName(to), id);
     flag = {true, c.seen[from], std::max(c.pipeFree[from], c.pipeReady[from])};

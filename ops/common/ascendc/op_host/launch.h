@@ -1,8 +1,9 @@
-// What the tiling functions ask of the device and tell the launcher.
+// What the operators' definitions share: questions to the device, answers to the launcher.
 #ifndef MS_ZERO_LAUNCH_H
 #define MS_ZERO_LAUNCH_H
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "register/op_def_registry.h"
 #include "tiling/platform/platform_ascendc.h"
@@ -43,6 +44,12 @@ inline uint32_t itemBytes(ge::DataType type) {
         return 4;
     }
     return type == ge::DT_FLOAT16 || type == ge::DT_BF16 ? 2 : 0;
+}
+
+// A required tensor of any shape; one dtype for each combination that the operator is built for.
+inline void defineTensor(ops::OpParamDef& tensor, const std::vector<ge::DataType>& types) {
+    std::vector<ge::Format> formats(types.size(), ge::FORMAT_ND);
+    tensor.ParamType(ops::REQUIRED).DataType(types).Format(formats).UnknownShapeFormat(formats);
 }
 }  // namespace ms_zero
 #endif

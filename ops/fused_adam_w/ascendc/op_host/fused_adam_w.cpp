@@ -60,17 +60,14 @@ static graphStatus inferTypesMaster(gert::InferDataTypeContext* context) { retur
 }  // namespace ge
 
 namespace ops {
+using ms_zero::defineTensor;
+
 // One entry of each list is one combination of dtypes, and one binary.
 static const std::vector<ge::DataType> kGrads = {ge::DT_FLOAT,   ge::DT_FLOAT16, ge::DT_BF16,
                                                  ge::DT_FLOAT,   ge::DT_FLOAT16, ge::DT_BF16};
 static const std::vector<ge::DataType> kLows = {ge::DT_FLOAT16, ge::DT_FLOAT16, ge::DT_FLOAT16,
                                                 ge::DT_BF16,    ge::DT_BF16,    ge::DT_BF16};
 static const std::vector<ge::DataType> kMasterGrads = {ge::DT_FLOAT, ge::DT_FLOAT16, ge::DT_BF16};
-
-static void defineTensor(OpParamDef& tensor, const std::vector<ge::DataType>& types) {
-    std::vector<ge::Format> formats(types.size(), ge::FORMAT_ND);
-    tensor.ParamType(REQUIRED).DataType(types).Format(formats).UnknownShapeFormat(formats);
-}
 
 static void defineInputs(OpDef& op, const std::vector<ge::DataType>& grads) {
     std::vector<ge::DataType> floats(grads.size(), ge::DT_FLOAT);

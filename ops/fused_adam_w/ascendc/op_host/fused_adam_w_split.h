@@ -5,10 +5,10 @@
 #include "vector_split.h"
 
 namespace ms_zero {
-// Unified buffer for one element of a tile: parameter, both moments, gradient and low-precision copy twice (one
-// transferred, one computed on), one fp32 scratch, and another where the gradient has to be widened.
+// Unified buffer for one element of a tile: parameter, both moments and gradient twice (one transferred, one
+// computed on), the low-precision copy, one fp32 scratch, and another where the gradient has to be widened.
 constexpr uint64_t adamWBytesPerItem(uint32_t gradBytes, uint32_t lowBytes) {
-    return 2 * (3 * 4 + gradBytes + lowBytes) + 4 + (gradBytes == 4 ? 0 : 4);
+    return 2 * (3 * 4 + gradBytes) + lowBytes + 4 + (gradBytes == 4 ? 0 : 4);
 }
 constexpr uint64_t kAdamWScalarBytes = 96;
 

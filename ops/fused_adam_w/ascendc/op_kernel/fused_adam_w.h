@@ -51,7 +51,8 @@ class FusedAdamWKernel {
         }
         if constexpr (kHasLow) {
             low_.SetGlobalBuffer(reinterpret_cast<__gm__ LowItem*>(at.low) + start);
-            pipe->InitBuffer(lowQueue_, kBuffers, tile_ * sizeof(LowItem));
+            // One buffer is enough: the last copy is stored before the parameters of the next tile are ready.
+            pipe->InitBuffer(lowQueue_, 1, tile_ * sizeof(LowItem));
         }
     }
 

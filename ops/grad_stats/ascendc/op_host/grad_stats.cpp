@@ -41,10 +41,7 @@ static graphStatus inferFloat(gert::InferDataTypeContext* context) {
 }  // namespace ge
 
 namespace ops {
-static void defineTensor(OpParamDef& tensor, const std::vector<ge::DataType>& types) {
-    std::vector<ge::Format> formats(types.size(), ge::FORMAT_ND);
-    tensor.ParamType(REQUIRED).DataType(types).Format(formats).UnknownShapeFormat(formats);
-}
+using ms_zero::defineTensor;
 
 class GradStats : public OpDef {
   public:

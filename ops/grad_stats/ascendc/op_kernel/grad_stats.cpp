@@ -15,11 +15,14 @@ class GradStatsKernel {
     static constexpr int32_t kRows = kGradStatsTile / kLanes;
     static constexpr int32_t kRowSums = kRows / kLanes;
     static constexpr int32_t kRowBlocks = 8;  // 32-byte blocks in a repeat
+    static constexpr uint32_t kRowBytes = kGradStatsRowItems * sizeof(float);
     static_assert(kRows <= 255 && kRows % kLanes == 0 && kRowSums <= kLanes, "three levels of the tree");
     // Places in the buffer of sums, 32-byte aligned.
     static constexpr uint32_t kSecondLevel = kRows;
     static constexpr uint32_t kTileSum = kSecondLevel + 8;
     static constexpr uint32_t kSumItems = kTileSum + 8;
+    // The row of this core, then zeros for rows without a core.
+    static constexpr uint32_t kRowBufferItems = (1 + kGradStatsRows) * kGradStatsRowItems;
 
   public:
     __aicore__ inline void Init(GM_ADDR x, GM_ADDR partials, const GradStatsTiling& tiling, AscendC::TPipe* pipe) {
@@ -33,12 +36,12 @@ class GradStatsKernel {
         pipe->InitBuffer(queue_, kBuffers, kGradStatsTile * sizeof(T));
         pipe->InitBuffer(squareBuffer_, kGradStatsTile * sizeof(float));
         pipe->InitBuffer(sumBuffer_, kSumItems * sizeof(float));
-        pipe->InitBuffer(rowBuffer_, 2 * kGradStatsRowItems * sizeof(float));
+        pipe->InitBuffer(rowBuffer_, kRowBufferItems * sizeof(float));
     }
 
     __aicore__ inline void Process() {
         AscendC::LocalTensor<float> row = rowBuffer_.template Get<float>();
-        AscendC::Duplicate(row, 0.0f, 2 * kGradStatsRowItems);
+        AscendC::Duplicate(row, 0.0f, kRowBufferItems);
         for (uint64_t start = 0; start < length_; start += kGradStatsTile) {
             uint64_t left = length_ - start;
             uint32_t count = left < kGradStatsTile ? static_cast<uint32_t>(left) : kGradStatsTile;
@@ -84,16 +87,17 @@ class GradStatsKernel {
         AscendC::Add(row, row, sums[kTileSum], 1);
     }
 
-    // This core's row, and zeros for the rows that no core owns.
+    // This core's row; the last core also clears the rows that no core owns.
     __aicore__ inline void WriteRows(const AscendC::LocalTensor<float>& row) {
         AscendC::TEventID summed = pipe_->FetchEventID(AscendC::HardEvent::V_MTE3);
         AscendC::SetFlag<AscendC::HardEvent::V_MTE3>(summed);
         AscendC::WaitFlag<AscendC::HardEvent::V_MTE3>(summed);
-        AscendC::DataCopyExtParams shape{1, kGradStatsRowItems * sizeof(float), 0, 0, 0};
         uint32_t own = static_cast<uint32_t>(AscendC::GetBlockIdx());
+        AscendC::DataCopyExtParams shape{1, kRowBytes, 0, 0, 0};
         AscendC::DataCopyPad(partials_[own * kGradStatsRowItems], row, shape);
-        for (uint32_t other = own + cores_; other < kGradStatsRows; other += cores_) {
-            AscendC::DataCopyPad(partials_[other * kGradStatsRowItems], row[kGradStatsRowItems], shape);
+        if (own + 1 == cores_ && cores_ < kGradStatsRows) {
+            AscendC::DataCopyExtParams rest{1, (kGradStatsRows - cores_) * kRowBytes, 0, 0, 0};
+            AscendC::DataCopyPad(partials_[cores_ * kGradStatsRowItems], row[kGradStatsRowItems], rest);
         }
     }
 
