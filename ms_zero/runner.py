@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
-from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of
+from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, require_runnable
 from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
@@ -48,7 +48,8 @@ def run(loaded: Loaded, comm: Communicator) -> int:
 
 
 def build_trainer(config: RunConfig, text: TextData | MixtureData, comm: Communicator) -> Trainer:
-    """The trainer of a run, at step 0 with initial values."""
+    """The trainer of a run, at step 0 with initial values; raises UserError for what cannot be run."""
+    require_runnable(config)
     pmesh = ProcessMesh(mesh_of(config, comm.world_size), comm)
     train = config.train
     return Trainer(

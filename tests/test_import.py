@@ -15,6 +15,7 @@ WITHOUT_MINDSPORE = (
     "ms_zero.rng",
     "ms_zero.resources",
     "ms_zero.config",
+    "ms_zero.presets",
     "ms_zero.plan.flops",
     "ms_zero.data",
     "ms_zero.checkpoint",

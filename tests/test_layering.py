@@ -24,6 +24,7 @@ LAYERS = {
     "ms_zero.pipeline": 0,  # __init__ stays empty
     "ms_zero.pipeline.schedule": 0,
     "ms_zero.config": 1,
+    "ms_zero.presets": 1.5,
     "ms_zero.plan": 2,
     "ms_zero._compat": 2,
     "ms_zero.comm": 2,
@@ -51,6 +52,7 @@ LAYERS = {
 }
 # Same layer, different module: layer 0 and layer 2 are built of small parts that lean on each other.
 SAME_LAYER = {
+    ("ms_zero", "ms_zero.presets"),  # lazily, as the package's own function
     ("ms_zero.hardware", "ms_zero.resources"),
     ("ms_zero.native", "ms_zero.resources"),
     ("ms_zero.comm", "ms_zero._compat"),
@@ -68,6 +70,7 @@ WITHOUT_MINDSPORE = (
     "ms_zero.native",
     "ms_zero.pipeline.schedule",
     "ms_zero.config",
+    "ms_zero.presets",
     "ms_zero.plan",
     "ms_zero.data",
     "ms_zero.checkpoint",

@@ -11,6 +11,7 @@ from ms_zero.config.load import Checked, Loaded, check_config, load_config
 from ms_zero.config.mesh import mesh_of
 from ms_zero.config.render import dump, render_effective
 from ms_zero.config.rules import EXPLANATIONS, RULES, Rule
+from ms_zero.config.runnable import require_runnable
 from ms_zero.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -60,4 +61,5 @@ __all__ = [
     "load_config",
     "mesh_of",
     "render_effective",
+    "require_runnable",
 ]

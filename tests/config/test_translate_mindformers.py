@@ -174,7 +174,7 @@ def test_a_model_with_experts_is_told(translate):
 
 
 def test_callbacks_tell_intervals(translate):
-    monitors = "{type: MFLossMonitor, per_print_times: 5}, {type: CheckpointMonitor, save_checkpoint_steps: 9}"
+    monitors = "{type: MFLossMonitor, per_print_times: 5},{type: CheckpointMonitor, save_checkpoint_steps: 9}"
     translation = translate(f"parallel_config: {{}}\ncallbacks: [{monitors}, {{type: X}}]\n")
     assert translation.values == {"train": {"log_interval": 5}, "checkpoint": {"interval": 9}}
     assert any(note.reason == "'X' has no counterpart" for note in translation.notes)
