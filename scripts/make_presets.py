@@ -169,8 +169,8 @@ def founding_text(row: Founding, layout: Layout) -> str:
     shortage = explain_shortage(memory.report(layout.replace(recompute="none")), capacity)
     known, missing = keys_of(layout, row.dtype)
     lines = [
-        f"# {row.name} with the layout of the founding table: ZeRO-{row.zero_stage}, pp {row.pp}, micro batch "
-        f"{row.micro_batch_size}, {row.dtype}.",
+        f"# {row.name} with the layout of the founding table: ZeRO-{row.zero_stage}, pp {row.pp}, micro "
+        f"batch {row.micro_batch_size}, {row.dtype}.",
         f"# {row.origin[0].upper()}{row.origin[1:]}.",
         f"# Planned for {layout.devices} x Ascend 910B, the fewest that it fits on with full recompute: "
         f"{memory.peak(layout) / 1e9:.0f} of {capacity / 1e9:.0f} GB.",

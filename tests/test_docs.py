@@ -77,3 +77,25 @@ def test_the_commands_of_the_run_file_page_run(tmp_path):
     for command in commands:
         shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
         assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+
+
+def test_the_commands_of_the_translation_page_run(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "ds_config.json").write_text(blocks("translate.md", "json")[0])
+    for name, text in zip(("accelerate.yaml", "pretrain.yaml"), blocks("translate.md", "yaml"), strict=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pretrain.sh").write_text(blocks("translate.md", "text")[1])
+    printed = ""
+    for command in [line for block in blocks("translate.md", "bash") for line in block.splitlines()]:
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+        printed += shown.stdout
+    for line in blocks("translate.md", "text")[0].splitlines():
+        assert line in printed.splitlines()
+    assert '"reduce_bucket_size": 500000000' in (tmp_path / "back.json").read_text()
+
+
+def test_the_program_of_the_translation_page_runs(capsys):
+    (program,) = blocks("translate.md", "python")
+    exec(compile(program, "translate.md", "exec"), {})
+    assert capsys.readouterr().out == "8 3 4\n64 6\n"
