@@ -5,10 +5,12 @@ from ms_zero.kernels.attention import CausalAttention, DocumentMask
 from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
-from ms_zero.kernels.loss import CrossEntropySum
+from ms_zero.kernels.loss import CrossEntropySum, softmax_gradient, softmax_stats
 from ms_zero.kernels.norm import LayerNorm, RMSNorm
 from ms_zero.kernels.optimizer import adamw_update, sgd_update, sum_of_squares
 from ms_zero.kernels.rotary import RotaryEmbedding
+from ms_zero.kernels.rounding import convert, round_to
+from ms_zero.kernels.saved import Saved
 
 __all__ = [
     "GELU",
@@ -19,12 +21,17 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "RotaryEmbedding",
+    "Saved",
     "SwiGLU",
     "adamw_update",
     "adamw_update_host",
+    "convert",
     "default_target",
+    "round_to",
     "sgd_update",
     "sgd_update_host",
+    "softmax_gradient",
+    "softmax_stats",
     "sum_of_squares",
     "sum_of_squares_host",
 ]

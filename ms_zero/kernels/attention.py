@@ -1,7 +1,7 @@
 """Causal attention.
 
 Kept for backward by the native CPU kernel: q, k, v and the output (of their dtype), document_starts if given,
-and the logarithm of each row's sum (B H T, fp32): linear in the sequence. While it works, each thread has fp32
+and the logarithm of each row's sum (B H T, fp32): linear in the sequence. At work, each thread has fp32
 buffers of about 64 (5 D + 64) elements in forward and (5 D + 2) T H / Hkv in backward.
 """
 

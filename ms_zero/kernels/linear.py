@@ -5,7 +5,7 @@ Kept for backward: x (of its dtype) and the weight as the Parameter itself.
 
 from typing import Any
 
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from ms_zero._compat import function_class
 from ms_zero.kernels import cpu
@@ -42,7 +42,7 @@ class _LinearFunction(function_class):
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
-    sums = cpu.like(rows[0])
+    sums = mint.empty(rows.shape[1:], dtype=rows.dtype)
     cpu.call("msz_sum_rows", rows, sums, cpu.dtype_code(rows), *rows.shape)
     return sums
 

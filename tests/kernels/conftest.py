@@ -66,6 +66,12 @@ def run(how, cell, weight, tensors, constants):
         ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
+@pytest.fixture(params=["CPU", "CPU-portable"])
+def target(request):
+    """The two kinds of implementation for the CPU."""
+    return request.param
+
+
 @pytest.fixture(params=["tape", "value_and_grad", "graph"])
 def check_kernel(request):
     """check(cell, reference, arrays, constants): fp32 against float64 within `rtol` of the largest value."""

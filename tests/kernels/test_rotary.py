@@ -6,7 +6,7 @@ from ms_zero import kernels
 RNG = np.random.default_rng(0)
 
 
-def test_rotary_embedding(check_kernel):
+def test_rotary_embedding(check_kernel, target):
     x, angles = RNG.standard_normal((2, 3, 2, 4)), RNG.standard_normal((3, 4))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -15,10 +15,10 @@ def test_rotary_embedding(check_kernel):
         turned = np.concatenate([-x[..., half:], x[..., :half]], -1)
         return x * cos[:, None].astype(np.float64) + turned * sin[:, None].astype(np.float64)
 
-    check_kernel(kernels.RotaryEmbedding("CPU"), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
+    check_kernel(kernels.RotaryEmbedding(target), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
 
 
-def test_samples_with_positions_of_their_own(check_kernel):
+def test_samples_with_positions_of_their_own(check_kernel, target):
     x, angles = RNG.standard_normal((2, 3, 2, 4)), RNG.standard_normal((2, 3, 4))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -26,11 +26,11 @@ def test_samples_with_positions_of_their_own(check_kernel):
         turned = np.concatenate([-x[..., 2:], x[..., :2]], -1)
         return x * cos[:, :, None].astype(np.float64) + turned * sin[:, :, None].astype(np.float64)
 
-    check_kernel(kernels.RotaryEmbedding("CPU"), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
+    check_kernel(kernels.RotaryEmbedding(target), rotate, [x], constants=[Tensor(cos), Tensor(sin)])
 
 
-def test_one_kernel_serves_changing_shapes():
-    cell = kernels.RotaryEmbedding("CPU")
+def test_one_kernel_serves_changing_shapes(target):
+    cell = kernels.RotaryEmbedding(target)
     for length, heads, head_dim in ((3, 2, 4), (5, 1, 4), (3, 2, 6)):
         x = RNG.standard_normal((2, length, heads, head_dim)).astype(np.float32)
         ones, zeros = np.ones((length, head_dim), np.float32), np.zeros((length, head_dim), np.float32)
