@@ -16,8 +16,11 @@ from ms_zero.plan.time import TimeModel
 def estimate(
     run: str, overrides: Sequence[str], workers: int | None, cluster: str | None, diagnose: str | None
 ) -> int:
-    """Print what a run needs and how long it takes; 2 if it does not fit."""
-    loaded = load_config(run, overrides, workers)
+    """Print what a run needs and how long it takes; 2 if it does not fit.
+
+    A run file that this version cannot run yet is estimated all the same, and the reasons are listed.
+    """
+    loaded = load_config(run, overrides, workers, to_run=False)
     layout = layout_of(loaded.config)
     memory = memory_model_of(loaded.config, loaded.label)
     require_valid(layout, memory.shape)
@@ -32,6 +35,7 @@ def estimate(
     shortage = explain_shortage(report, capacity) if capacity else ""
     lines += [shortage] if shortage else []
     lines += time_lines(time.simulate(layout)) if time else [f"no time is predicted: {reason}"]
+    lines += [f"this version cannot run it: {finding}" for finding in loaded.unavailable]
     if diagnose:
         lines += remedies_for(diagnose, loaded.config, layout, memory, time, capacity)
     print("\n".join(lines))

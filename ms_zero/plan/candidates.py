@@ -1,7 +1,7 @@
 """Which layouts the search looks at: all degrees, micro batches and schedules, less what cannot win.
 
 A skeleton fixes the degrees, the micro batch and the schedule. Its variants differ in what is sharded,
-recomputed and offloaded. Left out, because another layout is at least as fast and as small: tensor parallelism
+recomputed and offloaded. Left out, as another layout is at least as fast and as small: tensor parallelism
 across nodes; micro batches that do not divide the batch; gpipe (1f1b holds less in the same time); stage 0
 beside data parallelism (stage 1 sends as much and keeps less); selective recompute where attention is fused
 (it has nothing left to drop).
@@ -94,13 +94,17 @@ def zero_variants(layout: Layout, space: Space) -> Iterator[Layout]:
         yield layout.replace(zero_stage=3, dp_shard=near, dp_replicate=layout.dp // near)
 
 
-def smallest(layout: Layout, space: Space) -> Layout:
-    """The variant of a skeleton that needs least device memory."""
+def smallest(layout: Layout, space: Space) -> tuple[Layout, ...]:
+    """Variants of a skeleton of which one needs least device memory.
+
+    With activations on the host, recompute may save nothing more and still need room to rebuild a layer.
+    """
+    sharded = layout.replace(zero_stage=3 if layout.dp * layout.cp > 1 else 0)
     kind, every = RECOMPUTE[-1]
-    sharded = layout.replace(
-        recompute=kind, recompute_every=every, zero_stage=3 if layout.dp * layout.cp > 1 else 0
-    )
-    return with_offload(sharded, OFFLOAD[-1]) if space.offload else sharded
+    full = sharded.replace(recompute=kind, recompute_every=every)
+    if not space.offload:
+        return (full,)
+    return with_offload(full, OFFLOAD[-1]), with_offload(sharded, OFFLOAD[-1])
 
 
 def with_offload(layout: Layout, offload: Offload) -> Layout:

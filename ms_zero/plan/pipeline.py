@@ -205,7 +205,8 @@ def _compiled(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[_
 def _run(
     events: tuple[_Event, ...], ranks: int, chunks: Sequence[ChunkSeconds], transfer: float
 ) -> float:
-    split = any(event.time >= 2 * len(chunks) for event in events)
+    # The last event of a schedule that splits backward is a weight gradient.
+    split = events[-1].time >= 2 * len(chunks)
     times = [chunk.forward for chunk in chunks]
     times += [chunk.backward + (0.0 if split else chunk.weight) for chunk in chunks]
     times += [chunk.weight for chunk in chunks]

@@ -249,29 +249,40 @@ def _outcome(plan: Plan, choice: Candidate, base: Layout) -> str:
     """One line: why the best layout of a simple kind is not the choice."""
     if plan.space.global_batch_size % base.dp:
         return f"{base.dp} data-parallel ranks do not divide the batch of {plan.space.global_batch_size}"
-    share = plan.space.global_batch_size // base.dp
-    variants = [
-        base.replace(
-            micro_batch_size=micro, microbatches=share // micro, recompute=kind, recompute_every=every
-        )
-        for micro in _MICRO_BATCHES
-        if share % micro == 0
-        for kind, every in RECOMPUTE
-    ]
+    variants = list(_simple_variants(plan, base))
     wrong = variants[0].violations(plan.shape)
     if wrong:
         return wrong[0]
-    fitting = [each for each in variants if plan.memory.peak(each) <= plan.capacity.device]
-    if not fitting:
-        least = min(variants, key=plan.memory.peak)
+    best = min(
+        (plan.time.estimate(each) for each in variants if plan.memory.peak(each) <= plan.capacity.device),
+        key=lambda report: report.step,
+        default=None,
+    )
+    if best is None:
+        kind, every = RECOMPUTE[-1]
+        least = variants[0].replace(recompute=kind, recompute_every=every)
         return explain_shortage(plan.memory.report(least), plan.capacity.device)
-    best = min((plan.time.estimate(each) for each in fitting), key=lambda report: report.step)
     slower = best.step / choice.time.step - 1
     if slower <= _AS_FAST - 1:
         return f"as fast within {100 * (_AS_FAST - 1):.0f}%"
     causes, ours = best.causes(), choice.time.causes()
     cause = max(causes, key=lambda name: causes[name] - ours[name])
     return f"{100 * slower:.0f}% slower: {cause} takes {causes[cause]:.2f} s of {best.step:.2f} s a step"
+
+
+def _simple_variants(plan: Plan, base: Layout) -> Iterator[Layout]:
+    """Micro batches from 1 up, each with the least recompute that fits, or with the most."""
+    share = plan.space.global_batch_size // base.dp
+    for micro in _MICRO_BATCHES:
+        if share % micro:
+            continue
+        for kind, every in RECOMPUTE:
+            variant = base.replace(
+                micro_batch_size=micro, microbatches=share // micro, recompute=kind, recompute_every=every
+            )
+            if plan.memory.peak(variant) <= plan.capacity.device:
+                break
+        yield variant
 
 
 def limit_of(plan: Plan, candidate: Candidate) -> str:
@@ -381,7 +392,7 @@ def _check(request: Request, shape: ModelShape) -> None:
         raise UserError(f"--seq {request.seq_len}: expected at least 1")
     if request.seq_len > shape.max_seq_len:
         raise UserError(
-            f"--seq {request.seq_len}: {shape.name} has {shape.max_seq_len} positions; use at most that many, "
+            f"--seq {request.seq_len}: {shape.name} has {shape.max_seq_len} positions; use at most as many, "
             "or a model file with a larger max_seq_len"
         )
     if request.dtype not in DTYPES:

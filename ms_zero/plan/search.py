@@ -3,7 +3,8 @@
 Branch and bound. The quickest variant of a skeleton bounds all its variants, so skeletons are visited in that
 order until none can enter the list any more. Within a skeleton, more recompute and more offload never make a
 step shorter nor its memory larger: for each use of host memory only the least recompute that fits is of
-interest. Closed forms decide; the best are then run event by event and ranked again.
+interest. Only where activations are on the host, recompute may also save transfers, and every kind is tried.
+Closed forms decide; the best are then run event by event and ranked again.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Capacity:
 
     def admits(self, memory: Memory, layout: Layout, peak: float) -> bool:
         """Say whether a layout fits whose device memory is ``peak``."""
-        if peak > self.device:
-            return False
+        return peak <= self.device and self.admits_host(memory, layout)
+
+    def admits_host(self, memory: Memory, layout: Layout) -> bool:
+        """Say whether what a layout offloads fits into the host."""
         offloads = layout.optimizer_offload or layout.activation_offload or layout.parameter_offload
         return not offloads or memory.report(layout).host_peak <= self.host
 
@@ -143,40 +146,42 @@ def quickest_variant(
 
     Returns it, or None, and the number of layouts whose time was predicted.
     """
-    if memory.peak(smallest(layout, space)) > capacity.device:
+    if all(memory.peak(least) > capacity.device for least in smallest(layout, space)):
         return None, 0
     found, tried = None, 0
     for base in zero_variants(layout, space):
-        kinds = len(RECOMPUTE)
+        kinds = range(len(RECOMPUTE))
         for offload in OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]:
-            report = time.estimate(with_offload(base, offload))
+            report = time.estimate(with_offload(base, replace(offload, activations=False)))
             tried += 1
             if report.step >= limit:
                 break  # more offload is slower still
-            fitting = _least_recompute(base, offload, memory, capacity, kinds)
-            if fitting is None:
-                continue
-            kinds, variant, peak = fitting
-            if kinds:
+            for kind, variant, peak in _fitting(base, offload, memory, capacity, kinds):
                 report = time.estimate(variant)
                 tried += 1
-            if report.step < limit:
-                found, limit = Candidate(layout=variant, time=report, memory=peak), report.step
+                quicker = report.step < limit
+                if quicker and not capacity.admits_host(memory, variant):
+                    continue
+                if quicker:
+                    found, limit = Candidate(layout=variant, time=report, memory=peak), report.step
+                if not offload.activations:
+                    kinds = range(kind)  # of more offload, only less recompute is of interest
+                    break
             if not kinds:
                 break
     return found, tried
 
 
-def _least_recompute(
-    base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: int
-) -> tuple[int, Layout, float] | None:
-    """The first of ``kinds`` kinds of recompute that fits: its number, the layout and its bytes."""
-    for number, (kind, every) in enumerate(RECOMPUTE[:kinds]):
+def _fitting(
+    base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: range
+) -> Iterator[tuple[int, Layout, float]]:
+    """Kinds of recompute with which a variant fits into a device, least first: number, layout, bytes."""
+    for number in kinds if not offload.activations else range(len(RECOMPUTE)):
+        kind, every = RECOMPUTE[number]
         variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
         peak = memory.peak(variant)
-        if capacity.admits(memory, variant, peak):
-            return number, variant, peak
-    return None
+        if peak <= capacity.device:
+            yield number, variant, peak
 
 
 def smallest_peaks(
@@ -185,8 +190,8 @@ def smallest_peaks(
     """The least memory of every skeleton with a micro batch of 1, as (bytes, layout)."""
     for layout in skeletons(shape, space):
         if layout.micro_batch_size == 1 and layout.schedule == "1f1b":
-            least = smallest(layout, space)
-            yield memory.peak(least), least
+            for least in smallest(layout, space):
+                yield memory.peak(least), least
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

@@ -230,8 +230,9 @@ class TimeModel:
         if key not in self._exchanges_of:
             parameters = self.parameters(layout)
             ranks = tuple(_sum_parameters(parameters[rank :: layout.pp]) for rank in range(layout.pp))
+            known = {held: self._exchange(layout, held) for held in {*parameters, *ranks}}
             self._exchanges_of[key] = tuple(
-                tuple(self._exchange(layout, held) for held in parts) for parts in (parameters, ranks)
+                tuple(known[held] for held in parts) for parts in (parameters, ranks)
             )
         return self._exchanges_of[key]
 
@@ -240,13 +241,20 @@ class TimeModel:
         every = layout.dp * layout.cp > 1 and layout.syncs
         if not every and not layout.activation_offload and not layout.parameter_offload:
             return None
-        chunks, exchanges = self._chunks(layout), self._exchanges(layout)[0]
-        return tuple(
-            self._hidden_in_chunk(layout, work, exchange, moved)
-            for work, exchange, moved in zip(
-                chunks.works, exchanges, self._offloaded_seconds(layout), strict=True
-            )
+        parts = zip(
+            self._chunks(layout).works,
+            self._exchanges(layout)[0],
+            self._offloaded_seconds(layout),
+            strict=True,
         )
+        known: dict[tuple[int, int, float], _Hidden] = {}  # most chunks are alike
+        found = []
+        for work, exchange, moved in parts:
+            key = (id(work), id(exchange), moved)
+            if key not in known:
+                known[key] = self._hidden_in_chunk(layout, work, exchange, moved)
+            found.append(known[key])
+        return tuple(found)
 
     def _hidden_in_chunk(self, layout: Layout, work: Work, exchange: _Exchange, moved: float) -> _Hidden:
         layers = self.shape.num_layers / layout.chunks
@@ -300,7 +308,7 @@ class TimeModel:
         share, layers = self.efficiency.dp_overlap, self.shape.num_layers / layout.pp
         worst = 0.0
         ranks = self._exchanges(layout)[1]
-        for work, exchange in zip(self._chunks(layout).rank_works, ranks, strict=True):
+        for work, exchange in set(zip(self._chunks(layout).rank_works, ranks, strict=True)):
             forward, backward = work.computing()
             seconds = 0.0
             if not every:  # stage 0 gathers again what it scattered
