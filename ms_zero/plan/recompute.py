@@ -24,7 +24,7 @@ from ms_zero.errors import UserError
 RECOMPUTE_KINDS = ("none", "selective", "full", "every_k", "sqrt", "budget")
 
 #: Bytes that one block keeps under "none", "selective" and "full".
-BytesOf = Callable[[str], int]
+BytesOf = Callable[[str], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,14 @@ def _segments(kind: str, num_layers: int, every: int | None) -> tuple[tuple[int,
     return tuple(tuple(range(start, min(start + length, num_layers))) for start in starts)
 
 
-def held_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf) -> int:
+def held_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf) -> float:
     """Bytes that the blocks keep between forward and backward of one microbatch."""
     kinds = plan.kinds(num_layers)
     kept = sum(kinds.count(kind) * bytes_of(kind) for kind in ("none", "selective"))
     return kept + len(plan.segments) * bytes_of("full")
 
 
-def transient_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf) -> int:
+def transient_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf) -> float:
     """Bytes that a re-forward rebuilds at most at a time, on top of :func:`held_bytes`.
 
     The input of the segment, which the re-forward shares, is counted in both: the sum errs high by it.
@@ -123,7 +123,7 @@ def transient_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf) -> 
     return max(longest * bytes_of("none"), core)
 
 
-def peak_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf, in_flight: int = 1) -> int:
+def peak_bytes(plan: RecomputePlan, num_layers: int, bytes_of: BytesOf, in_flight: int = 1) -> float:
     """Bytes of the blocks' activations at the peak of backward."""
     held = held_bytes(plan, num_layers, bytes_of)
     return in_flight * held + transient_bytes(plan, num_layers, bytes_of)

@@ -1,6 +1,5 @@
 """Small models and one forward and backward of them."""
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -63,5 +62,3 @@ def leaf_of(values):
     tensor.requires_grad_(True)
     return tensor
 
-
-__all__ = ["assert_bitwise", "batch", "build", "forward", "leaf_of", "ms", "results", "step"]
