@@ -118,6 +118,11 @@ class GradientReducer:
                 wire = bucket.reduced.astype(self._wire_dtype)
                 bucket.reduced = self._comm.all_reduce(wire, self._replica_group).astype(self._kept_dtype)
 
+    def in_flight_bytes(self) -> int:
+        """Bytes of the chunks whose reduction is under way."""
+        size = {ms.float32: 4}.get(self._wire_dtype, 2)
+        return sum(size * (bucket.chunk[1] - bucket.chunk[0]) for bucket, _ in self._in_flight)
+
     def _issue(self) -> None:
         while self._complete:
             index = len(self._issued) if self._in_order else min(self._complete)

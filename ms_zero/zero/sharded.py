@@ -125,14 +125,14 @@ class Sharded:
         self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
         dtypes = {name: (ms.float32, None) if in_fp32(name) else (working, grid) for name in params}
         places = self._places(params, dtypes)
-        self._units = [
+        self.units = [
             Unit(number, spec.name, spec.cells, tuple(places[name] for name in spec.params))
             for number, spec in enumerate(specs)
         ]
         self._reducer = self._make_reducer(specs)
         self._windows = Windows(
             model,
-            self._units,
+            self.units,
             comm=comm,
             group=groups.shard,
             reshard_after_forward=options.reshard_after_forward,
@@ -222,9 +222,12 @@ class Sharded:
         """The range that this rank writes to a checkpoint; together the ranks cover everything once."""
         return bucket.chunk if self.groups.replica.index == 0 else (0, 0)
 
-    def open_bytes(self) -> int:
-        """Bytes of parameters that exist only because windows are open."""
-        return self._windows.open_bytes()
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that this rank holds now: "weights" and "gradients" in buckets, "unsharded" in windows."""
+        parts = [bucket.buffers() for bucket in self.all_buckets]
+        held = {kind: sum(part[kind] for part in parts) for kind in ("weights", "gradients")}
+        held["gradients"] += self._reducer.in_flight_bytes()
+        return {**held, "unsharded": self._windows.open_bytes()}
 
     @property
     def holds_initial_values(self) -> bool:
