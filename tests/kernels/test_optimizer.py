@@ -132,3 +132,73 @@ def test_an_update_does_not_depend_on_where_an_element_lies():
     kernels.adamw_update(*part, Tensor(grad[30_007:50_000].copy()), step=3, target="CPU", **HYPER)
     for left, right in zip(whole, part, strict=True):
         assert np.array_equal(left.asnumpy()[30_007:50_000], right.asnumpy())
+
+
+def bits_of(tensor):
+    """An array that can be compared; bf16 as its bits."""
+    array = tensor.asnumpy()
+    return array.view(np.uint16) if tensor.dtype == ms.bfloat16 else array
+
+
+@all_targets
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16], ids=str)
+def test_a_16_bit_gradient_is_read_and_a_16_bit_parameter_written(target, dtype):
+    rng = np.random.default_rng(7)
+    initial, slope = rng.standard_normal((2, 1003)).astype(np.float32)
+    grad = Tensor(slope).astype(dtype)
+    wide = Tensor(grad.astype(ms.float32).asnumpy())
+    results = []
+    for given, low in ((grad, Tensor(np.zeros(1003, np.float32)).astype(dtype)), (wide, None)):
+        state = [Tensor(initial.copy()), *(Tensor(np.zeros(1003, np.float32)) for _ in range(2))]
+        kernels.adamw_update(*state, given, step=1, low_precision=low, target=target, **HYPER)
+        if low is not None:
+            assert np.array_equal(bits_of(low), bits_of(state[0].astype(dtype)))
+        kernels.sgd_update(state[0], given, lr=0.5, weight_decay=0.1, low_precision=low, target=target)
+        if low is not None:
+            assert np.array_equal(bits_of(low), bits_of(state[0].astype(dtype)))
+        results.append([tensor.asnumpy() for tensor in state])
+    assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+    found = [float(kernels.sum_of_squares(each, target=target).asnumpy()) for each in (grad, wide)]
+    assert found[0] == found[1]
+
+
+def test_native_and_portable_updates_are_the_same_to_the_last_bit():
+    rng = np.random.default_rng(8)
+    initial, *grads = rng.standard_normal((5, 40_003)).astype(np.float32)
+    runs = [run_adamw(target, initial, grads, **HYPER)[0] for target in ("CPU", "CPU-portable")]
+    assert all(np.array_equal(*pair) for pair in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grad": np.ones(5, np.float32)}, "lengths differ from 4"),
+        ({"grad": np.ones(4, np.int32)}, "expected a float dtype"),
+        ({"grad": np.ones((2, 2), np.float32)}, "expected a flat tensor"),
+        ({"low": np.ones(4, np.float32)}, "low_precision is Float32"),
+        ({"low": np.ones(3, np.float16)}, "lengths differ from 4"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    state = [Tensor(np.ones(4, np.float32)) for _ in range(3)]
+    grad, low = Tensor(change.get("grad", np.ones(4, np.float32))), change.get("low")
+    low = None if low is None else Tensor(low)
+    with pytest.raises(AssertionError, match=message):
+        kernels.adamw_update(*state, grad, step=1, low_precision=low, target="CPU", **HYPER)
+
+
+def test_a_default_target_holds_within_its_block_only(monkeypatch):
+    from ms_zero.kernels import native_optimizer
+
+    def no_library(*args, **options):
+        raise AssertionError("the library was used")
+
+    monkeypatch.setattr(native_optimizer, "sum_of_squares", no_library)
+    values = Tensor(np.ones(4, np.float32))
+    with kernels.default_target("CPU-portable"):
+        assert float(kernels.sum_of_squares(values).asnumpy()) == 4
+        assert kernels.sum_of_squares_host(np.ones(3, np.float32)) == 3
+        with pytest.raises(AssertionError, match="was used"):
+            kernels.sum_of_squares(values, target="CPU")
+    with pytest.raises(AssertionError, match="was used"):
+        kernels.sum_of_squares(values)
