@@ -1,0 +1,156 @@
+import random
+from itertools import product
+
+import pytest
+
+from ms_zero.config import load_config
+from ms_zero.pipeline.schedule import Action, build, held_after, peak_in_flight
+from ms_zero.plan.layout import FP32, MIXED, MIXED_FP32_GRADIENTS, Layout, in_flight, split_layers
+from ms_zero.plan.models import load_model
+from ms_zero.plan.run import layout_of, memory_model_of
+
+RUN = """
+include: [models/llama-tiny]
+data: {seq_len: 64}
+train: {steps: 1, micro_batch_size: 3, accumulation_steps: 5, output_dir: o}
+"""
+
+
+@pytest.mark.parametrize("chunks", range(1, 40))
+@pytest.mark.parametrize("layers", [1, 5, 12, 61, 80, 96, 105])
+def test_every_layer_is_placed_once_and_evenly(layers, chunks):
+    split = split_layers(layers, chunks)
+    assert (len(split), sum(split)) == (chunks, layers)
+    assert max(split) - min(split) <= 1
+    if chunks > 2:
+        assert split[0] == split[-1] == min(split) or layers % chunks == chunks - 1
+
+
+def test_chunks_cover_all_layers_of_a_shape():
+    shape = load_model("deepseek-v3")
+    for pp in (1, 2, 3, 7, 16):
+        start, found = 0, []
+        for count in Layout(seq_len=1, pp=pp).layers_of_chunks(shape.num_layers):
+            for number, layer in shape.layers_between(start, start + count):
+                found += [layer] * number
+            start += count
+        assert found == list(shape.layers())
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (4, 3), (4, 8), (7, 20)])
+def test_in_flight_is_what_schedules_hold(name, p, m):
+    closed = tuple(in_flight(name, p, rank, m, 1)[0] for rank in range(p))
+    held = peak_in_flight(build(name, p, m), until="W")
+    assert all(bound >= actual for bound, actual in zip(closed, held, strict=True))
+    assert closed[0] == held[0]
+    if name != "zb-h1":
+        assert closed == held
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (3, 4, 3), (8, 2, 64)])
+def test_in_flight_of_interleaved_stages_is_what_the_schedule_holds(p, v, m):
+    schedule = build("interleaved", p, m, v)
+    for rank in range(p):
+        counts = in_flight("interleaved", p, rank, m, v)
+        order = schedule.orders[rank]
+        held = held_after(order)
+        assert sum(counts) == max(held)
+        peak = order[: held.index(max(held)) + 1]
+        assert counts == tuple(chunk_held(peak, rank + p * chunk) for chunk in range(v))
+
+
+def chunk_held(order, stage):
+    mine = [action for action in order if action.stage == stage]
+    assert all(isinstance(action, Action) for action in mine)
+    return sum(1 if action.kind == "F" else -1 for action in mine)
+
+
+def test_degrees_multiply():
+    layout = Layout(seq_len=8, pp=2, tp=3, cp=5, ep=5, dp_replicate=7, dp_shard=11, microbatches=4)
+    assert layout.devices == 2 * 3 * 5 * 7 * 11
+    assert (layout.dp, layout.shard_degree, layout.expert_shard_degree) == (77, 55, 11)
+    assert layout.replace(micro_batch_size=3).global_batch_size == 3 * 4 * 77
+    assert layout.tokens_per_step == 8 * layout.global_batch_size
+
+
+def test_when_gradients_are_synchronised():
+    stages = [Layout(seq_len=1, zero_stage=stage).syncs for stage in range(4)]
+    assert stages == [False, False, True, True]
+    assert Layout(seq_len=1, zero_stage=1, sync_each_microbatch=True).syncs
+    assert not Layout(seq_len=1, zero_stage=3, sync_each_microbatch=False).syncs
+    assert [Layout(seq_len=1, hsdp_level=level).syncs for level in (1, 2, 3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": 3}, "tp 3 does not divide 64 attention heads"),
+        ({"tp": 64}, None),
+        ({"pp": 81}, "81 model chunks exceed the 80 layers"),
+        ({"pp": 0}, "pp 0 is below 1"),
+        ({"cp": 3, "seq_len": 4096}, "2 x cp = 6 does not divide seq_len 4096"),
+        ({"ep": 2, "dp_shard": 2}, "ep 2 does not divide 0 experts"),
+        ({"ep": 3, "dp_shard": 2}, "ep 3 does not divide dp_shard x cp = 2"),
+        ({"seq_len": 8192}, "seq_len 8192 exceeds the model's max_seq_len 4096"),
+        ({"schedule": "dualpipe", "pp": 2}, "'dualpipe' is not known"),
+        ({"schedule": "interleaved", "pp": 4, "virtual_stages": 2, "microbatches": 6}, "not a multiple of 4"),
+        ({"schedule": "interleaved", "pp": 4, "microbatches": 8}, "at least 2 virtual stages"),
+        ({"virtual_stages": 2}, "virtual stages need pp above 1"),
+        ({"recompute": "some"}, "recompute some is not one of"),
+        ({"pp": 2, "chunk_layers": (40, 41)}, "chunk_layers place 81 of 80 layers"),
+        ({"pp": 2, "chunk_layers": (80,)}, "at least one layer for each of 2 chunks"),
+        ({"pp": 2, "chunk_layers": (39, 41)}, None),
+        ({"tp": 32, "seq_len": 1000, "sequence_parallel": True}, "tp 32 does not divide the 1000 tokens"),
+        ({"microbatches": 0}, "microbatches and seq_len must be at least 1"),
+    ],
+)
+def test_impossible_layouts_say_why(changes, reason):
+    found = Layout(**{"seq_len": 4096, **changes}).violations(load_model("llama2-70b"))
+    assert found == [] if reason is None else any(reason in each for each in found), found
+
+
+def test_precisions_have_the_published_bytes():
+    assert [p.bytes_per_parameter for p in (MIXED, MIXED_FP32_GRADIENTS, FP32)] == [16, 18, 16]
+
+
+def test_a_run_file_becomes_its_layout(tmp_path):
+    path = tmp_path / "run.yaml"
+    parallel = "parallel: {zero_stage: 2, dp_replicate: 2, bucket_mb: 3}"
+    path.write_text(f"{RUN}{parallel}\nprecision: {{policy: bf16}}\n")
+    config = load_config(path, world_size=8).config
+    layout = layout_of(config)
+    assert (layout.dp_replicate, layout.dp_shard, layout.devices) == (2, 4, 8)
+    assert (layout.micro_batch_size, layout.microbatches, layout.seq_len) == (3, 5, 64)
+    assert (layout.zero_stage, layout.syncs, layout.bucket_bytes) == (2, True, 3 * 2**20)
+    # A CPU computes bf16 in fp32; the rest is what the policy says.
+    assert layout.precision == MIXED_FP32_GRADIENTS.__class__(gradient=4, reduce=4, activation=4)
+    assert layout.flash_attention
+    assert layout.global_batch_size == config.train.global_batch_size
+    assert memory_model_of(config, "run").report(layout).worst.parts["reserve"] < 1e8
+
+
+def test_an_offloaded_run_keeps_its_state_on_the_host(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + "offload: {optimizer: cpu, fraction: 0.5}\noptim: {kind: adamw}\n")
+    config = load_config(path, to_run=False).config
+    worst = memory_model_of(config, "run").report(layout_of(config)).worst
+    assert worst.parts["moments"] == worst.host["moments"]
+
+
+def test_random_layouts_are_either_valid_or_explained():
+    rng, shape = random.Random(7), load_model("mixtral-8x7b")
+    seen = {True: 0, False: 0}
+    for _ in range(300):
+        degrees = {name: rng.choice((1, 2, 3, 4, 8)) for name in ("pp", "tp", "cp", "ep", "dp_shard")}
+        layout = Layout(seq_len=rng.choice((4096, 1000)), microbatches=8, **degrees)
+        found = layout.violations(shape)
+        seen[not found] += 1
+        assert all(isinstance(reason, str) and reason for reason in found)
+    assert min(seen.values()) > 20
+
+
+def test_all_degrees_of_gpt3_that_divide_are_valid():
+    shape = load_model("gpt3-175b")
+    for pp, tp, dp in product((1, 2, 8, 96), (1, 8, 96), (1, 5)):
+        assert Layout(seq_len=2048, pp=pp, tp=tp, dp_shard=dp, microbatches=96).violations(shape) == []
