@@ -95,7 +95,7 @@ def zero_variants(layout: Layout, space: Space) -> Iterator[Layout]:
 
 
 def smallest(layout: Layout, space: Space) -> tuple[Layout, ...]:
-    """Variants of a skeleton of which one needs least device memory.
+    """Variants of a skeleton of which one needs about the least device memory.
 
     With activations on the host, recompute may save nothing more and still need room to rebuild a layer.
     """
