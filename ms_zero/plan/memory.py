@@ -12,7 +12,6 @@ The estimate errs high: ``reserve`` holds the runtime's own memory and a margin 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +92,16 @@ class _Sizes(NamedTuple):
     tied: int  # an embedding that is the head as well and stays gathered from the one to the other
 
 
+class _Flow(NamedTuple):
+    """Bytes of a stage that come and go with microbatches."""
+
+    kept: float
+    largest_layer: float
+    logits: float
+    transient: float
+    moe: float
+
+
 class MemoryModel:
     """Estimates any layout of one model; build it once and ask often."""
 
@@ -125,6 +134,8 @@ class MemoryModel:
         self._stages: dict[tuple, tuple[tuple[_Stage, ...], tuple[_Stage, ...]]] = {}
         self._parameters: dict[tuple[int, int, int], DeviceParameters] = {}
         self._activations: dict[tuple, LayerActivations] = {}
+        self._all_sizes: dict[tuple, _Sizes] = {}
+        self._flows: dict[tuple, _Flow] = {}
         self._plans: dict[tuple, RecomputePlan] = {}
 
     def peak(self, layout: Layout) -> float:
@@ -208,6 +219,12 @@ class MemoryModel:
         )
 
     def _sizes(self, layout: Layout, stage: _Stage) -> _Sizes:
+        key = (stage, layout.tp, layout.ep)
+        if key not in self._all_sizes:
+            self._all_sizes[key] = self._count_sizes(layout, stage)
+        return self._all_sizes[key]
+
+    def _count_sizes(self, layout: Layout, stage: _Stage) -> _Sizes:
         dense, experts, layer_dense, layer_experts = 0, 0, 0, 0
         for chunk in stage.chunks:
             for count, index in chunk.groups:
@@ -230,33 +247,48 @@ class MemoryModel:
         return embedding, device_head_parameters(self.shape, tp=tp, has_embedding=stage.has_embedding)
 
     def _backward(
-        self, layout: Layout, stage: _Stage, sizes: _Sizes, held: Sequence[int], host: dict[str, float]
+        self, layout: Layout, stage: _Stage, sizes: _Sizes, held: tuple[int, ...], host: dict[str, float]
     ) -> dict[str, float]:
         """What backward holds besides the states; offloaded activations are added to ``host``."""
-        kept, rebuilt, working, buffers = 0.0, 0.0, 0.0, 0.0
-        for chunk, count in zip(stage.chunks, held, strict=True):
-            chunk_kept, chunk_rebuilt = self._chunk(layout, chunk, max(held))
-            kept += count * chunk_kept
-            rebuilt = max(rebuilt, chunk_rebuilt)
-            for _, index in chunk.groups:
-                working = max(working, self._layer_activations(index, layout).working)
-                layer = self._layers[index]
-                buffers = max(
-                    buffers, dispatch_bytes(layer, self.shape.hidden_size, layout, self.imbalance)
-                )
+        flow = self._flow(layout, stage, held)
+        kept = flow.kept
         if layout.activation_offload:
             host["activations"] = kept
-            kept = min(kept, 2 * self._largest_layer(layout, stage))
-        logits = self._head(layout) if stage.has_head else 0.0
-        transient = rebuilt + working
+            kept = min(kept, 2 * flow.largest_layer)
         return {
             "activations": kept,
-            "logits": logits if logits >= transient else 0.0,
-            "transient": transient if transient > logits else 0.0,
+            "logits": flow.logits if flow.logits >= flow.transient else 0.0,
+            "transient": flow.transient if flow.transient > flow.logits else 0.0,
             "unsharded": _unsharded(layout, sizes),
             "buckets": self._buckets(layout, sizes),
-            "moe": buffers,
+            "moe": flow.moe,
         }
+
+    def _flow(self, layout: Layout, stage: _Stage, held: tuple[int, ...]) -> _Flow:
+        """What flows through a stage; neither data parallelism nor offload changes it."""
+        key = (stage, held, _flow_key(layout), layout.recompute, layout.recompute_every)
+        if layout.recompute == "budget":
+            key += (layout.recompute_budget,)
+        if key not in self._flows:
+            self._flows[key] = self._make_flow(layout, stage, held)
+        return self._flows[key]
+
+    def _make_flow(self, layout: Layout, stage: _Stage, held: tuple[int, ...]) -> _Flow:
+        chunks = [self._chunk(layout, chunk, max(held)) for chunk in stage.chunks]
+        indices = {index for chunk in stage.chunks for _, index in chunk.groups}
+        layers = [self._layer_activations(index, layout) for index in indices]
+        buffers = [
+            dispatch_bytes(self._layers[index], self.shape.hidden_size, layout, self.imbalance)
+            for index in indices
+        ]
+        rebuilt = max(rebuilt for _, rebuilt in chunks)
+        return _Flow(
+            kept=sum(count * kept for count, (kept, _) in zip(held, chunks, strict=True)),
+            largest_layer=max(layer.none for layer in layers),
+            logits=self._head(layout) if stage.has_head else 0.0,
+            transient=rebuilt + max(layer.working for layer in layers),
+            moe=max(buffers),
+        )
 
     def _chunk(self, layout: Layout, chunk: _Chunk, flying: int) -> tuple[float, float]:
         """Bytes that a chunk keeps of one microbatch, and what recompute rebuilds at a time."""
@@ -288,10 +320,6 @@ class MemoryModel:
             self._plans[key] = plan_recompute(kind, number, every=every)
         return self._plans[key]
 
-    def _largest_layer(self, layout: Layout, stage: _Stage) -> float:
-        indices = {index for chunk in stage.chunks for _, index in chunk.groups}
-        return max(self._layer_activations(index, layout).none for index in indices)
-
     def _head(self, layout: Layout) -> float:
         """Logits of a microbatch, and the input and output of the last norm."""
         tokens = layout.micro_batch_size * layout.seq_len / layout.cp
@@ -321,21 +349,27 @@ class MemoryModel:
         return self._parameters[key]
 
     def _layer_activations(self, index: int, layout: Layout) -> LayerActivations:
-        key = (
-            index,
-            layout.tp,
-            layout.cp,
-            layout.sequence_parallel,
-            layout.micro_batch_size,
-            layout.seq_len,
-            layout.flash_attention,
-            layout.precision.activation,
-        )
+        key = (index, _flow_key(layout))
         if key not in self._activations:
             self._activations[key] = layer_activations(
                 self._layers[index], self.shape.hidden_size, layout, self.kept, imbalance=self.imbalance
             )
         return self._activations[key]
+
+
+def _flow_key(layout: Layout) -> tuple:
+    """What the activations of a layer depend on."""
+    return (
+        layout.tp,
+        layout.cp,
+        layout.ep > 1,
+        layout.sequence_parallel,
+        layout.micro_batch_size,
+        layout.seq_len,
+        layout.flash_attention,
+        layout.precision.activation,
+        layout.precision.logits,
+    )
 
 
 def explain_shortage(report: MemoryReport, capacity: float) -> str:
