@@ -97,14 +97,16 @@ def zero_variants(layout: Layout, space: Space) -> Iterator[Layout]:
 def smallest(layout: Layout, space: Space) -> tuple[Layout, ...]:
     """Variants of a skeleton of which one needs about the least device memory.
 
-    With activations on the host, recompute may save nothing more and still need room to rebuild a layer.
+    With few ranks to shard over, what stage 3 gathers may cost more than it saves; with activations on the
+    host, recompute may save nothing more and still need room to rebuild a layer.
     """
-    sharded = layout.replace(zero_stage=3 if layout.dp * layout.cp > 1 else 0)
     kind, every = RECOMPUTE[-1]
-    full = sharded.replace(recompute=kind, recompute_every=every)
-    if not space.offload:
-        return (full,)
-    return with_offload(full, OFFLOAD[-1]), with_offload(sharded, OFFLOAD[-1])
+    found: list[Layout] = []
+    for stage in (3, 1) if layout.dp * layout.cp > 1 else (0,):
+        plain = layout.replace(zero_stage=stage)
+        full = plain.replace(recompute=kind, recompute_every=every)
+        found += [with_offload(each, OFFLOAD[-1]) for each in (full, plain)] if space.offload else [full]
+    return tuple(found)
 
 
 def with_offload(layout: Layout, offload: Offload) -> Layout:

@@ -148,7 +148,7 @@ def quickest_variant(
 
     Returns it, or None, and the number of layouts whose time was predicted.
     """
-    # What stage 3 gathers may cost it more than it saves, but not much.
+    # Other variants may be a little smaller than these.
     if all(memory.peak(least) > _SLACK * capacity.device for least in smallest(layout, space)):
         return None, 0
     found, tried = None, 0

@@ -72,7 +72,7 @@ def test_a_perfect_device_reaches_its_peak_on_large_products():
     report = TimeModel(LLAMA, DEVICE, efficiency=PERFECT).estimate(BASE)
     products = shape_flops(LLAMA, 4096)
     causal = shape_flops(LLAMA, 4096, causal=True)
-    # Forward and both gradients of all products; attention twice and a half in backward, masked half left out.
+    # Forward and both gradients of all products; attention 2.5 times in backward, the masked half left out.
     flops = 3 * (products.projections + products.mlp + products.head) + 3.5 * causal.attention
     least = flops * BASE.tokens_per_step / DEVICE.peak_flops["bf16"]
     assert least < report.compute < 1.15 * least  # vector operations are the rest
