@@ -31,10 +31,12 @@ class Found:
 def find_library(variant: Variant) -> Found | None:
     """The library of the current sources for `variant`, None when it is not built."""
     name = library_name(source_root(), variant)
-    for folder, origin in ((installed_folder(), "package"), (_cache_folder(), "cache")):
-        path = folder / name
-        if path.is_file() and (origin == "package" or _is_private(path)):
-            return Found(path, variant.name, origin)
+    shipped = installed_folder() / name
+    if shipped.is_file():
+        return Found(shipped, variant.name, "package")
+    for path in (folder / name for folder in _cache_folders()):
+        if path.is_file() and _is_private(path):
+            return Found(path, variant.name, "cache")
     return None
 
 
@@ -56,8 +58,7 @@ def ensure_built(
     if found is not None:
         return found
     try:
-        folder = _cache_folder()
-        _make_private(folder)
+        folder = _make_cache()
         with _locked(folder / f"{variant.name}.lock"):
             found = find_library(variant)
             if found is None:
@@ -102,27 +103,29 @@ def installed_folder() -> Path:
     return resources.config_dir().parent / "build" / "native"
 
 
-def _cache_folder() -> Path:
-    """The user's cache; a folder of the user's own in the temporary one when there is no usable home."""
+def _cache_folders() -> tuple[Path, ...]:
+    """The user's cache, and for users without a usable home a folder of their own in the temporary one."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    if home.is_absolute() and _can_hold_files(home):
-        return home / "ms_zero" / "native"
-    return Path(tempfile.gettempdir()) / f"ms_zero-{os.getuid()}" / "native"
+    return home / "ms_zero" / "native", Path(tempfile.gettempdir()) / f"ms_zero-{os.getuid()}" / "native"
 
 
-def _can_hold_files(folder: Path) -> bool:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder that nobody else can write to: what lies in it is loaded into the process."""
-    for each in (folder.parent, folder):
-        each.parent.mkdir(parents=True, exist_ok=True)
-        each.mkdir(exist_ok=True, mode=0o700)
-    if not _is_private(folder):
-        raise UserError(f"{folder} belongs to somebody else or others may write to it: remove it")
+def _make_cache() -> Path:
+    """Make the first cache folder that can be made, writable by nobody else: what lies in it is loaded."""
+    reasons = []
+    for folder in _cache_folders():
+        try:
+            for each in (folder.parent, folder):
+                each.parent.mkdir(parents=True, exist_ok=True)
+                each.mkdir(exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror}")
+            continue
+        if not _is_private(folder):
+            raise UserError(f"{folder} belongs to somebody else or others may write to it: remove it")
+        return folder
+    raise UserError(f"no folder can keep the library ({'; '.join(reasons)})")
 
 
 def _is_private(path: Path) -> bool:
