@@ -3,10 +3,11 @@
 
     python scripts/check_ascendc.py [--json] [--quick] [--jobs 2]
 
-Numbers: FusedAdamW and GradStats in all dtypes, sizes from 1 to 2^20, 1 to 48 cores, against the numpy reference, to
-the last bit. Rules: unified buffer, alignment, queues, events, barriers, guard bands, bytes moved. Mutants: every
-mechanical change of the sources has to be noticed, or be proven equivalent. What this cannot tell: whether CANN's
-compiler takes the sources, how a device rounds division and root, and any speed. Needs g++ and numpy.
+Numbers: FusedAdamW and GradStats in all dtypes, sizes from 1 to 2^20, 1 to 48 cores, against the numpy
+reference, to the last bit. Rules: unified buffer, alignment, queues, events, barriers, guard bands, bytes
+moved. Mutants: every mechanical change of the sources has to be noticed, or be proven equivalent. What this
+cannot tell: whether CANN's compiler takes the sources, how a device rounds division and root, and any speed.
+Needs g++ and numpy.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ascendc"))
 
-import mutation  # noqa: E402
-from cases import CORES, SIZES, AdamCase, Checker, Outcome, adam_cases, stats_cases  # noqa: E402
-from emulated import (  # noqa: E402
+import mutation
+from cases import CORES, SIZES, AdamCase, Checker, Outcome, adam_cases, stats_cases
+from emulated import (
     ADAM_VARIANTS,
     STATS_VARIANTS,
     TOTAL,
@@ -29,7 +30,7 @@ from emulated import (  # noqa: E402
     build_variants,
     compiler,
 )
-from tiling import TilingLibrary  # noqa: E402
+from tiling import TilingLibrary
 
 GRADS = ("float32", "float16", "bfloat16")
 LOWS = ("float16", "bfloat16", None)
@@ -96,7 +97,9 @@ def summarise(
     )
 
 
-def print_report(figures: Figures, outcomes: list[tuple[str, Outcome]], verdicts: list[mutation.Verdict]) -> None:
+def print_report(
+    figures: Figures, outcomes: list[tuple[str, Outcome]], verdicts: list[mutation.Verdict]
+) -> None:
     """The figures, then every failure, survivor and proof."""
     for name, value in dataclasses.asdict(figures).items():
         print(f"{name:28} {value}")
@@ -106,7 +109,7 @@ def print_report(figures: Figures, outcomes: list[tuple[str, Outcome]], verdicts
     for verdict in verdicts:
         if verdict.reason is None:
             proof = mutation.proof_of(verdict.mutant)
-            print(f"{'equivalent' if proof else 'SURVIVED'} {verdict.mutant.site}{f': {proof}' if proof else ''}")
+            print(f"{f'equivalent ({proof})' if proof else 'SURVIVED'} {verdict.mutant.site}")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""MindSpore's own AscendC kernel, from the installed wheel, under the emulation: an independent test of it."""
+"""MindSpore's own AscendC kernel, from the installed wheel, under the emulation: an independent test."""
 
 import ctypes
 import importlib.util
@@ -11,11 +11,11 @@ from emulated import Library, Memory, Run, Variant
 _DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 27}
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-# Rules that MindSpore 2.10.0's source does not keep. The operator compiler inserts some synchronisation on its own,
-# so these need not be faults of the binary; a checker of the source has to name them.
+# Rules that MindSpore 2.10.0's source does not keep. The operator compiler inserts some synchronisation on
+# its own, so these need not be faults of the binary; a checker of the source has to name them.
 KNOWN_FINDINGS = frozenset(
     {
-        # The vector unit clears the last tile's buffer; the transfer into it is not told to wait, nor its reader.
+        # The vector unit clears the last tile's buffer; neither the transfer into it nor its reader waits.
         "DataCopyPad to UB on pipe MTE2: write-after-write hazard against pipe V: event or queue missing",
         "ShiftLeft on pipe V: read-after-write hazard against pipe V: PipeBarrier missing",
         # The same for the buffer of the reduction.

@@ -1,4 +1,4 @@
-"""Numeric cases for the emulated kernels, compared to the last bit with the numpy reference of the contract."""
+"""Numeric cases for the emulated kernels, compared to the last bit with the contract's numpy reference."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,44 @@ from emulated import (
 from tiling import TilingLibrary
 
 CORES = (1, 8, 40, 48)
-SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 255, 256, 257, 1000, 4607, 4863, 4864, 4865, 5119, 5120, 5121, 8191,
-         8192, 8193, 9727, 9729, 16385, 12289, 65535, 65537, 100003, 524287, 1 << 20, (1 << 20) - 3)  # fmt: skip
+SIZES = (
+    1,
+    2,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+    63,
+    65,
+    255,
+    256,
+    257,
+    1000,
+    4607,
+    4863,
+    4864,
+    4865,
+    5119,
+    5120,
+    5121,
+    8191,
+    8192,
+    8193,
+    9727,
+    9729,
+    16385,
+    12289,
+    65535,
+    65537,
+    100003,
+    524287,
+    1 << 20,
+    (1 << 20) - 3,
+)
 STATS_TILE, STATS_ROWS, LANES = 8192, 64, 64
 
 
@@ -86,7 +122,22 @@ def values(rng: np.random.Generator, length: int, dtype: str, kind: str) -> np.n
     numbers = np.ldexp(rng.standard_normal(length), exponents).astype(np.float32)
     if kind == "special" and length:
         special = np.array(
-            [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 6e-8, 65504.0, 65519.9, -70000.0, 3e38, 1e20, 1e-20],
+            [
+                0.0,
+                -0.0,
+                np.inf,
+                -np.inf,
+                np.nan,
+                1e-40,
+                -1e-45,
+                6e-8,
+                65504.0,
+                65519.9,
+                -70000.0,
+                3e38,
+                1e20,
+                1e-20,
+            ],
             np.float32,
         )
         places = rng.random(length) < 0.3
@@ -209,21 +260,33 @@ def _adam_inputs(case: AdamCase) -> tuple[np.ndarray, ...]:
     v = np.abs(values(rng, case.length, "float32", case.kind))
     grad = values(rng, case.length, case.grad, case.kind)
     scalars = REFERENCE.adamw_scalars(
-        lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=case.step, grad_scale=0.37,
+        lr=3e-4,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=case.step,
+        grad_scale=0.37,
         found_inf=case.found_inf,
-    )  # fmt: skip
+    )
     return p, m, v, grad, scalars
 
 
 def _tie_inputs(case: AdamCase, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """A step that leaves every parameter as it is, halfway between two numbers of the low-precision dtype."""
     half_step = 12 if case.low == "float16" else 15  # the highest bit that is rounded away
-    bits = (rng.integers(0x3000, 0x4700, case.length).astype(np.uint32) << 16) >> (half_step + 1) << (half_step + 1)
+    bits = (
+        (rng.integers(0x3000, 0x4700, case.length).astype(np.uint32) << 16)
+        >> (half_step + 1)
+        << (half_step + 1)
+    )
     sign = rng.integers(0, 2, case.length).astype(np.uint32) << 31
     p = (bits | np.uint32(1 << half_step) | sign).view(np.float32)
     zeros = np.zeros(case.length, np.float32)
     grad = zeros.astype(NUMPY_TYPES[case.grad])
-    scalars = REFERENCE.adamw_scalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=case.step)
+    scalars = REFERENCE.adamw_scalars(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=case.step
+    )
     return p, zeros, zeros + 1, grad, scalars
 
 

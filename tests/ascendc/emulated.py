@@ -59,7 +59,9 @@ def stats_variant(dtype: str) -> Variant:
 
 TOTAL = Variant(STATS_KERNELS, "grad_stats_total", {}, 4)
 ADAM_VARIANTS = tuple(
-    adam_variant(grad, low) for grad in ("float32", "float16", "bfloat16") for low in ("float16", "bfloat16", None)
+    adam_variant(grad, low)
+    for grad in ("float32", "float16", "bfloat16")
+    for low in ("float16", "bfloat16", None)
 )
 STATS_VARIANTS = tuple(stats_variant(dtype) for dtype in ("float32", "float16", "bfloat16"))
 
@@ -90,7 +92,8 @@ def _namespace(index: int, variant: Variant, text: str) -> str:
     undefines = "".join(f"#undef {name}\n" for name in variant.dtypes)
     entry = variant.entry
     return (
-        f"#define {entry} {entry}_{index}\n{defines}namespace kernel_{index} {{\n{_without_includes(text)}\n}}\n"
+        f"#define {entry} {entry}_{index}\n{defines}"
+        f"namespace kernel_{index} {{\n{_without_includes(text)}\n}}\n"
         f"{undefines}#undef {entry}\n"
     )
 
@@ -113,8 +116,9 @@ def translation_unit(kernels: Sequence[tuple[str, Variant, str]]) -> str:
     return "".join(parts)
 
 
-_LAUNCH = """extern "C" int emulator_launch(const char* name, int cores, int strict, emulator::Tensor* tensors,
-                               int count, uint8_t** arguments, emulator::Report* report) {
+_LAUNCH = """extern "C" int emulator_launch(const char* name, int cores, int strict,
+                               emulator::Tensor* tensors, int count, uint8_t** arguments,
+                               emulator::Report* report) {
     for (const emulator::Kernel& kernel : kKernels)
         if (!std::strcmp(kernel.name, name))
             return emulator::launchReported(kernel, cores, strict, tensors, count, arguments, report);
@@ -232,7 +236,7 @@ class Library:
         tiling: ctypes.Structure | ctypes.Array | None,
         strict: bool = True,
     ) -> Run:
-        """Run a kernel on `cores` cores; `arguments` are its GM addresses in order, workspace and tiling excluded."""
+        """Run a kernel on `cores` cores; `arguments`: its GM addresses but for workspace and tiling."""
         tensors = (_Tensor * len(memories))(
             *[_Tensor(m.address, m.values.nbytes, m.readable, m.writable, 0, 0) for m in memories]
         )

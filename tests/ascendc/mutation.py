@@ -1,8 +1,8 @@
 """Mutants of the kernel sources: does the emulation notice what it claims to check?
 
-Mutants are made mechanically, by rules over lines, at every site where a rule applies. A mutant is caught when some
-case fails: a wrong bit, a broken rule, a hang, bytes that do not add up, transfers that no longer overlap. One that
-survives has to stand in `EQUIVALENT`, with the proof that no input can tell it from the original.
+Mutants are made mechanically, by rules over lines, at every site where a rule applies. A mutant is caught
+when some case fails: a wrong bit, a broken rule, a hang, bytes that do not add up, transfers that no longer
+overlap. One that survives has to stand in `EQUIVALENT`, with the proof that no input can tell it from the original.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from tiling import TilingLibrary
 TIMEOUT_S = 60
 CHUNK = 24
 # Warnings about mutated code are of no interest.
-MUTANT_FLAGS = tuple(flag for flag in FLAGS if not flag.startswith("-W")) + ("-w",)
+MUTANT_FLAGS = (*(flag for flag in FLAGS if not flag.startswith("-W")), "-w")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Mutant:
 
     @property
     def site(self) -> str:
-        return f"{self.file}:{self.line} [{self.rule}] {self.before.strip()}  ->  {self.after.strip() or '(nothing)'}"
+        after = self.after.strip() or "(nothing)"
+        return f"{self.file}:{self.line} [{self.rule}] {self.before.strip()}  ->  {after}"
 
 
 @dataclass(frozen=True)
@@ -127,68 +128,101 @@ RULES: dict[str, Rule] = {
         (r"(constexpr \w+ k\w+ = \w+) \+ 8;", r"\1;"),
     ),
     "count": _replace(
-        (r", count\);", ", count - 1);"), (r", count\);", ", count + 1);"), (r", count\);", ", tile_);"),
-        (r"\(count \* sizeof", "((count + 1) * sizeof"), (r"\(count \* sizeof", "((count - 1) * sizeof"),
+        (r", count\);", ", count - 1);"),
+        (r", count\);", ", count + 1);"),
+        (r", count\);", ", tile_);"),
+        (r"\(count \* sizeof", "((count + 1) * sizeof"),
+        (r"\(count \* sizeof", "((count - 1) * sizeof"),
         (r"sizeof\(float\), 0, 0, 0\}", "2 * sizeof(float), 0, 0, 0}"),
     ),
     "tail": _replace(
-        (r"left < (\S+) \? \S+ : (\S+);", r"\2;"), (r"left < (\S+) \?", r"left > \1 ?"),
-        (r"left < (\S+) \?", r"left <= \1 ?"), (r"count < (\S+)\)", r"count > \1)"),
+        (r"left < (\S+) \? \S+ : (\S+);", r"\2;"),
+        (r"left < (\S+) \?", r"left > \1 ?"),
+        (r"left < (\S+) \?", r"left <= \1 ?"),
+        (r"count < (\S+)\)", r"count > \1)"),
         (r"count < (\S+)\)", r"count + 1 < \1)"),
     ),
     "loop": _replace(
-        (r"(for \(.*; \w+) < (.*;)", r"\1 <= \2"), (r"(for \(\w+ \w+ = )0;", r"\1 1;"),
-        (r"(for \(.*) \+= (\w+)\)", r"\1 += 2 * \2)"), (r"\+\+row", "row += 2"),
+        (r"(for \(.*; \w+) < (.*;)", r"\1 <= \2"),
+        (r"(for \(\w+ \w+ = )0;", r"\1 1;"),
+        (r"(for \(.*) \+= (\w+)\)", r"\1 += 2 * \2)"),
+        (r"\+\+row", "row += 2"),
     ),
     "split": _replace(
-        (r"start < tiling\.length", "start <= tiling.length"), (r"tiling\.length - start", "tiling.length"),
-        (r"tiling\.perCore \* ", "(tiling.perCore + 1) * "), (r" \+ start\)", ")"),
-        (r"(from|to|x_)\[start\]", r"\1[0]"), (r"\[(own|cores_) \* kGradStatsRowItems\]", r"[\1]"),
-        (r"own \+ 1 ==", "own =="), (r"cores_ < kGradStatsRows\)", "cores_ <= kGradStatsRows)"),
-        (r"kGradStatsRows - cores_", "kGradStatsRows"), (r"\[kGradStatsRowItems\]", "[0]"),
+        (r"start < tiling\.length", "start <= tiling.length"),
+        (r"tiling\.length - start", "tiling.length"),
+        (r"tiling\.perCore \* ", "(tiling.perCore + 1) * "),
+        (r" \+ start\)", ")"),
+        (r"(from|to|x_)\[start\]", r"\1[0]"),
+        (r"\[(own|cores_) \* kGradStatsRowItems\]", r"[\1]"),
+        (r"own \+ 1 ==", "own =="),
+        (r"cores_ < kGradStatsRows\)", "cores_ <= kGradStatsRows)"),
+        (r"kGradStatsRows - cores_", "kGradStatsRows"),
+        (r"\[kGradStatsRowItems\]", "[0]"),
     ),
     "padding": _replace(
-        (r"\{false, 0, 0,", "{true, 0, 1,"), (r"\{false, 0, 0,", "{true, 1, 0,"), (r"\{false, 0, 0,", "{true, 0, 0,"),
+        (r"\{false, 0, 0,", "{true, 0, 1,"),
+        (r"\{false, 0, 0,", "{true, 1, 0,"),
+        (r"\{false, 0, 0,", "{true, 0, 0,"),
         (r"Duplicate\((\w+), 0\.0f", r"Duplicate(\1, 1.0f"),
     ),
     "padding dropped": _drop(r"Duplicate\("),
     "rounding": _replace(
-        *((r"RoundMode::CAST_RINT", f"RoundMode::CAST_{mode}") for mode in ("FLOOR", "CEIL", "ROUND", "TRUNC")),
+        *(
+            (r"RoundMode::CAST_RINT", f"RoundMode::CAST_{mode}")
+            for mode in ("FLOOR", "CEIL", "ROUND", "TRUNC")
+        ),
         (r"RoundMode::CAST_NONE", "RoundMode::CAST_RINT"),
     ),
     "instruction dropped": _drop(r"AscendC::(Muls|Mul|Add|Adds|Sub|Div|Sqrt|Cast|WholeReduceSum)\("),
     "another instruction": _replace(
-        (r"AscendC::Add\(", "AscendC::Sub("), (r"AscendC::Sub\(", "AscendC::Add("),
-        (r"AscendC::Div\(", "AscendC::Mul("), (r"AscendC::Mul\(", "AscendC::Add("),
-        (r"AscendC::Muls\(", "AscendC::Adds("), (r"AscendC::Adds\(", "AscendC::Muls("),
+        (r"AscendC::Add\(", "AscendC::Sub("),
+        (r"AscendC::Sub\(", "AscendC::Add("),
+        (r"AscendC::Div\(", "AscendC::Mul("),
+        (r"AscendC::Mul\(", "AscendC::Add("),
+        (r"AscendC::Muls\(", "AscendC::Adds("),
+        (r"AscendC::Adds\(", "AscendC::Muls("),
     ),
     "operands": _replace(
-        (r"(Div|Sub)\((\w+), (\w+), (\w+),", r"\1(\2, \4, \3,"), (r"(Muls?|Adds?|Sqrt)\(\w+, (\w+), ", r"\1(p, \2, "),
+        (r"(Div|Sub)\((\w+), (\w+), (\w+),", r"\1(\2, \4, \3,"),
+        (r"(Muls?|Adds?|Sqrt)\(\w+, (\w+), ", r"\1(p, \2, "),
     ),
-    "scalar": _replace((r"GetValue\((\d+)\)", r"GetValue(\1 + 1)"), (r"GetValue\(row \*", "GetValue(1 + row *")),
+    "scalar": _replace(
+        (r"GetValue\((\d+)\)", r"GetValue(\1 + 1)"), (r"GetValue\(row \*", "GetValue(1 + row *")
+    ),
     "reduction": _replace(
         (r"kLanes, (kRows|kRowSums), 1, 1, kRowBlocks", r"kLanes / 2, \1, 1, 1, kRowBlocks"),
         (r"kLanes, (kRows|kRowSums), 1, 1, kRowBlocks", r"kLanes, \1 - 1, 1, 1, kRowBlocks"),
         (r"kLanes, (kRows|kRowSums), 1, 1, kRowBlocks", r"kLanes, \1, 2, 1, kRowBlocks"),
         (r"kLanes, (kRows|kRowSums), 1, 1, kRowBlocks", r"kLanes, \1, 1, 1, kRowBlocks / 2"),
-        (r"kRowSums, 1, 1, 1,", "1, 1, 1, 1,"), (r"sums\[(kTileSum|kSecondLevel)\]", "sums"),
+        (r"kRowSums, 1, 1, 1,", "1, 1, 1, 1,"),
+        (r"sums\[(kTileSum|kSecondLevel)\]", "sums"),
     ),
     "decision": _replace(
         (r"!\(local\.GetValue\(9\) == 0\.0f\)", "local.GetValue(9) > 0.0f"),
         (r"!\(local\.GetValue\(9\) == 0\.0f\)", "local.GetValue(9) == 1.0f"),
         (r"!\(local\.GetValue\(9\) == 0\.0f\)", "false"),
-        (r"if \(skip_\)", "if (!skip_)"), (r"GetBlockIdx\(\) == 0", "GetBlockIdx() != 0"),
-        (r"AscendC::GetBlockIdx\(\) == 0", "true"), (r"skip_ \? 0\.0f : 1\.0f", "skip_ ? 1.0f : 0.0f"),
+        (r"if \(skip_\)", "if (!skip_)"),
+        (r"GetBlockIdx\(\) == 0", "GetBlockIdx() != 0"),
+        (r"AscendC::GetBlockIdx\(\) == 0", "true"),
+        (r"skip_ \? 0\.0f : 1\.0f", "skip_ ? 1.0f : 0.0f"),
     ),
     "address": _replace(
-        (r"at\.param\)", "at.expAvg)"), (r"at\.expAvg\)", "at.expAvgSq)"), (r"at\.expAvgSq\)", "at.param)"),
-        (r"at\.paramOut\)", "at.expAvgOut)"), (r"at\.expAvgOut\)", "at.expAvgSqOut)"),
-        (r"at\.expAvgSqOut\)", "at.paramOut)"), (r"at\.grad\)", "at.param)"), (r"at\.low\)", "at.paramOut)"),
+        (r"at\.param\)", "at.expAvg)"),
+        (r"at\.expAvg\)", "at.expAvgSq)"),
+        (r"at\.expAvgSq\)", "at.param)"),
+        (r"at\.paramOut\)", "at.expAvgOut)"),
+        (r"at\.expAvgOut\)", "at.expAvgSqOut)"),
+        (r"at\.expAvgSqOut\)", "at.paramOut)"),
+        (r"at\.grad\)", "at.param)"),
+        (r"at\.low\)", "at.paramOut)"),
     ),
-}  # fmt: skip
+}
 
 _LEFT_EQUAL = "Where both sides are equal, both branches give the same value."
-_NOTHING_LEFT = "At start == length the difference is 0, as in the other branch; beyond it the comparison is false."
+_NOTHING_LEFT = (
+    "At start == length the difference is 0, as in the other branch; beyond it both take the other branch."
+)
 _NO_PADDING = "Padding of no elements on either side: the same transfer."
 # (file, rule, part of the line after the change) -> why no input can tell the difference.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
@@ -215,7 +249,7 @@ def proof_of(mutant: Mutant) -> str | None:
 
 
 def mutants_of(folder: Path, file: str, into: str) -> Iterator[Mutant]:
-    """Mutants of `file`; `into` is the entry source that contains it (itself, or the one that includes it)."""
+    """Mutants of `file`; `into` is the entry source with it: itself, or the one that includes it."""
     lines = (folder / file).read_text(encoding="utf-8").splitlines()
     entry = (folder / into).read_text(encoding="utf-8")
     for number, line in enumerate(lines, 1):
@@ -224,7 +258,9 @@ def mutants_of(folder: Path, file: str, into: str) -> Iterator[Mutant]:
         for name, rule in RULES.items():
             for changed in dict.fromkeys(rule(line)):
                 mutated = "\n".join([*lines[: number - 1], changed, *lines[number:]]) + "\n"
-                yield Mutant(file, number, name, line, changed, _assembled(entry, mutated, file == into, folder))
+                yield Mutant(
+                    file, number, name, line, changed, _assembled(entry, mutated, file == into, folder)
+                )
 
 
 def _assembled(entry: str, mutated: str, is_entry: bool, folder: Path) -> str:
@@ -252,8 +288,15 @@ TARGETS = (
         (adam_variant("float16", "float16"), adam_variant("float32", "bfloat16")),
     ),
     Target(ADAM_KERNELS, "fused_adam_w.cpp", "fused_adam_w.cpp", (adam_variant("bfloat16", "bfloat16"),)),
-    Target(ADAM_KERNELS, "fused_adam_w_master.cpp", "fused_adam_w_master.cpp", (adam_variant("float16", None),)),
-    Target(STATS_KERNELS, "grad_stats.cpp", "grad_stats.cpp", (stats_variant("float32"), stats_variant("float16"))),
+    Target(
+        ADAM_KERNELS, "fused_adam_w_master.cpp", "fused_adam_w_master.cpp", (adam_variant("float16", None),)
+    ),
+    Target(
+        STATS_KERNELS,
+        "grad_stats.cpp",
+        "grad_stats.cpp",
+        (stats_variant("float32"), stats_variant("float16")),
+    ),
     Target(STATS_KERNELS, "grad_stats_total.cpp", "grad_stats_total.cpp", (TOTAL,)),
 )
 
@@ -269,7 +312,11 @@ def one_of_each_rule() -> list[tuple[Target, Mutant]]:
 
 def all_mutants() -> list[tuple[Target, Mutant]]:
     """Every mutant of every kernel source."""
-    return [(target, mutant) for target in TARGETS for mutant in mutants_of(target.folder, target.file, target.entry)]
+    return [
+        (target, mutant)
+        for target in TARGETS
+        for mutant in mutants_of(target.folder, target.file, target.entry)
+    ]
 
 
 def find_failure(checker: Checker, variant: Variant, kernel: str) -> str | None:
@@ -315,11 +362,15 @@ def _stats_trials(dtype: str) -> Iterator[tuple[StatsCase, float]]:
     yield StatsCase(dtype, 24 * STATS_TILE, 1), 1.15
 
 
-def judge(mutants: Sequence[tuple[Target, Mutant]], folder: Path, tiling: TilingLibrary, jobs: int = 2) -> list[Verdict]:
+def judge(
+    mutants: Sequence[tuple[Target, Mutant]], folder: Path, tiling: TilingLibrary, jobs: int = 2
+) -> list[Verdict]:
     """Compile and try mutants, `jobs` at a time."""
     chunks = [list(enumerate(mutants))[start : start + CHUNK] for start in range(0, len(mutants), CHUNK)]
     with ThreadPoolExecutor(jobs) as pool:
-        judged = pool.map(lambda job: _judge_chunk(job[1], folder, f"mutants_{job[0]}", tiling), enumerate(chunks))
+        judged = pool.map(
+            lambda job: _judge_chunk(job[1], folder, f"mutants_{job[0]}", tiling), enumerate(chunks)
+        )
         return [verdict for verdicts in judged for verdict in verdicts]
 
 

@@ -1,4 +1,4 @@
-"""MindSpore's own kernel as an independent test of the emulation: right verdicts, and what it finds in the source."""
+"""MindSpore's own kernel as a test of the emulation: right verdicts, and what it finds in the source."""
 
 import all_finite
 import numpy as np
@@ -6,7 +6,9 @@ import pytest
 from cases import REFERENCE, values
 from emulated import NUMPY_TYPES, Library, build_variants
 
-pytestmark = pytest.mark.skipif(all_finite.source_path() is None, reason="this MindSpore has no all_finite.cpp")
+pytestmark = pytest.mark.skipif(
+    all_finite.source_path() is None, reason="this MindSpore has no all_finite.cpp"
+)
 
 TILE = 2048
 
@@ -39,7 +41,9 @@ def test_verdicts_are_right_and_findings_known(library, dtype):
             found |= set(run.findings)
             for value in (np.inf, -np.inf, np.nan):
                 for place in (0, length // 2, length - 1):
-                    finite, run = all_finite.run(library, spoiled(x, dtype, value, [place]), dtype, cores, TILE)
+                    finite, run = all_finite.run(
+                        library, spoiled(x, dtype, value, [place]), dtype, cores, TILE
+                    )
                     assert not finite, (cores, length, value, place)
                     found |= set(run.findings)
     assert found == all_finite.KNOWN_FINDINGS

@@ -1,4 +1,4 @@
-"""ops/build_ascend.sh against stand-ins for CANN: what is handed over, and what is said when something is missing."""
+"""ops/build_ascend.sh against stand-ins for CANN: what is handed over, what is said when something lacks."""
 
 import shutil
 import subprocess
@@ -50,11 +50,19 @@ endfunction()
 
 
 def build(*arguments, home=None):
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHON": sys.executable, "GLOG_v": "3"}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHON": sys.executable,
+        "GLOG_v": "3",
+    }
     if home is not None:
         environment["ASCEND_HOME_PATH"] = str(home)
     return subprocess.run(
-        ["bash", str(SCRIPT), *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
+        ["bash", str(SCRIPT), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

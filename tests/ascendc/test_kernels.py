@@ -33,7 +33,12 @@ def test_ties_round_to_even(checker, low):
 
 @pytest.mark.parametrize(
     ("grad", "low", "expected"),
-    [("float16", "float16", 28), ("bfloat16", "bfloat16", 28), ("float32", "bfloat16", 30), ("float16", None, 26)],
+    [
+        ("float16", "float16", 28),
+        ("bfloat16", "bfloat16", 28),
+        ("float32", "bfloat16", 30),
+        ("float16", None, 26),
+    ],
 )
 def test_bytes_a_parameter_are_the_floor(checker, grad, low, expected):
     assert checker.adam(AdamCase(grad, low, 100_003, 40)).bytes_per_param == expected
@@ -58,7 +63,10 @@ def test_partial_sums_are_the_tree(checker, dtype):
 
 
 def test_total_is_added_in_ascending_order(checker):
-    rows = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32) * 10.0 ** np.arange(-32, 32)[:, None]
+    rows = (
+        np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
+        * 10.0 ** np.arange(-32, 32)[:, None]
+    )
     assert checker.total(rows.astype(np.float32)).errors == ()
 
 

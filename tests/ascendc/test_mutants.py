@@ -26,7 +26,13 @@ def test_a_mutant_of_every_rule_is_caught(workshop, tiling):
 def test_every_site_is_reached():
     mutants = [mutant for _, mutant in all_mutants()]
     assert len(mutants) >= 400
-    for rule, at_least in {"barrier dropped": 18, "not queued": 5, "not freed": 4, "smaller buffer": 20, "rounding": 6}.items():
+    for rule, at_least in {
+        "barrier dropped": 18,
+        "not queued": 5,
+        "not freed": 4,
+        "smaller buffer": 20,
+        "rounding": 6,
+    }.items():
         assert sum(mutant.rule == rule for mutant in mutants) >= at_least, rule
 
 

@@ -62,9 +62,16 @@ def run_tiling(host, name, length, types, cores, structure, ub=UB):
     data = (ctypes.c_uint8 * 64)()
     blocks, workspace = ctypes.c_uint32(), ctypes.c_uint64()
     status = host.run_tiling(
-        name.encode(), ctypes.c_int64(length), (ctypes.c_int * len(types))(*types), len(types),
-        ctypes.c_uint32(cores), ctypes.c_uint64(ub), data, ctypes.byref(blocks), ctypes.byref(workspace),
-    )  # fmt: skip
+        name.encode(),
+        ctypes.c_int64(length),
+        (ctypes.c_int * len(types))(*types),
+        len(types),
+        ctypes.c_uint32(cores),
+        ctypes.c_uint64(ub),
+        data,
+        ctypes.byref(blocks),
+        ctypes.byref(workspace),
+    )
     return status, structure.from_buffer_copy(data) if structure else None, blocks.value, workspace.value
 
 
@@ -83,8 +90,12 @@ def test_operators_are_defined_as_the_contract_says(host):
     assert "grad:0,1,27,0,1,27,;" in inputs
     assert inputs.endswith("low_precision:1,1,1,27,27,27,;")
     assert [part.split(":")[0] for part in outputs.split(";")[:-1]] == [
-        "param", "exp_avg", "exp_avg_sq", "low_precision", "token",
-    ]  # fmt: skip
+        "param",
+        "exp_avg",
+        "exp_avg_sq",
+        "low_precision",
+        "token",
+    ]
     assert lines["GradStats"].startswith("x:0,1,27,;|partials:0,0,0,;|")
 
 

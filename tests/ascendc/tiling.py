@@ -52,8 +52,13 @@ class TilingLibrary:
         self._library = ctypes.CDLL(str(library))
         self._library.usable_ub_bytes.restype = ctypes.c_uint64
         self._library.adam_tiling.argtypes = [
-            ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p,
-        ]  # fmt: skip
+            ctypes.c_uint64,
+            ctypes.c_uint32,
+            ctypes.c_uint64,
+            ctypes.c_uint32,
+            ctypes.c_uint32,
+            ctypes.c_void_p,
+        ]
         self._library.stats_tiling.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p]
 
     @property
