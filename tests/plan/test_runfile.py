@@ -1,0 +1,86 @@
+"""Run files that the planner writes: accepted by our own config, or exact about what is not."""
+
+import pytest
+
+from ms_zero.config import check_config, load_config
+from ms_zero.errors import UserError
+from ms_zero.plan.planner import Request, make_plan
+from ms_zero.plan.runfile import run_file, write_run_file
+
+
+def plan(model, devices, seq_len, **options):
+    return make_plan(
+        Request(model=model, cluster="ascend-910b", devices=devices, seq_len=seq_len, **options)
+    )
+
+
+@pytest.fixture(scope="module")
+def simple():
+    return plan("gpt2-small", 8, 1024, global_batch_size=64, tokens=1e9, offload=False)
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    return plan("llama-70b", 256, 4096, tokens=2e12)
+
+
+def test_a_data_parallel_plan_is_accepted_as_it_is(simple, tmp_path):
+    path = tmp_path / "run.yaml"
+    assert write_run_file(simple, path) == []
+    layout = simple.choice.layout
+    config = load_config(path, world_size=8, to_run=True).config
+    assert config.data.seq_len == 1024
+    assert config.train.global_batch_size == layout.global_batch_size == 64
+    assert config.train.micro_batch_size == layout.micro_batch_size
+    assert config.train.accumulation_steps == layout.microbatches
+    assert config.parallel.dp_shard == layout.dp_shard
+    assert config.parallel.zero_stage == layout.zero_stage
+    assert config.precision.policy == "bf16"
+    assert config.hardware.device == "ascend-910b"
+    assert config.train.steps == round(1e9 / layout.tokens_per_step)
+
+
+def test_what_lint_refuses_has_been_said(parallel, tmp_path):
+    path = tmp_path / "run.yaml"
+    said = write_run_file(parallel, path)
+    findings = [each for each in check_config(path, world_size=256).findings if each.severity != "warning"]
+    assert [str(each) for each in findings if str(each) not in said] == []
+
+
+def test_what_has_no_key_is_named_in_the_file_too(parallel):
+    written = run_file(parallel, "runs/x")
+    for line in written.missing:
+        assert f"# not in this version: {line}" in written.text
+
+
+def test_the_batch_algebra_is_kept(parallel, tmp_path):
+    path = tmp_path / "run.yaml"
+    write_run_file(parallel, path)
+    config = load_config(path, world_size=256, to_run=False).config
+    layout = parallel.choice.layout
+    assert config.train.global_batch_size == layout.global_batch_size
+    assert config.train.micro_batch_size == layout.micro_batch_size
+    assert config.train.accumulation_steps == layout.microbatches
+    assert config.parallel.pp == layout.pp
+    assert config.parallel.tp == layout.tp
+
+
+def test_a_file_is_not_overwritten(simple, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        write_run_file(simple, path)
+    assert path.read_text() == "mine"
+    with pytest.raises(UserError, match="cannot write the run file"):
+        write_run_file(simple, tmp_path / "no" / "run.yaml")
+
+
+def test_models_that_cannot_be_trained_are_named(tmp_path):
+    mixture = plan("mixtral-8x7b", 64, 4096, tokens=1e12)
+    assert any("moe" in line for line in write_run_file(mixture, tmp_path / "run.yaml"))
+
+
+def test_nothing_is_written_where_nothing_fits(tmp_path):
+    with pytest.raises(UserError, match="no layout fits"):
+        write_run_file(plan("gpt3-175b", 8, 2048, offload=False), tmp_path / "run.yaml")
+    assert not (tmp_path / "run.yaml").exists()
