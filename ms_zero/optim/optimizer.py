@@ -46,7 +46,7 @@ class _Part:
 class _Optimizer:
     """What AdamW and SGD share: state, order of updates, publishing."""
 
-    _moments: tuple[str, ...]
+    moments: tuple[str, ...]
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class _Optimizer:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the vectors of each bucket's state."""
-        return ((MASTER,) if self.sharded.options.policy.keeps_master else ()) + self._moments
+        return ((MASTER,) if self.sharded.options.policy.keeps_master else ()) + self.moments
 
     def apply(self, *, lr: float, grad_scale: float = 1.0) -> None:
         """Update from the reduced gradients, multiplied by ``grad_scale``; the loss scale is taken out."""
@@ -129,7 +129,7 @@ class _Optimizer:
         parts = [part for part in parts if part.start < part.stop]
         master = self.sharded.initial_values(index) if MASTER in self.kinds else None
         for part in parts:
-            vectors = {kind: np.zeros(part.stop - part.start, np.float32) for kind in self._moments}
+            vectors = {kind: np.zeros(part.stop - part.start, np.float32) for kind in self.moments}
             if master is not None:
                 vectors = {MASTER: master[part.start : part.stop].copy(), **vectors}
             part.store.create(index, vectors)
@@ -158,7 +158,7 @@ class _Optimizer:
         self, index: int, part: _Part, values: Tensor, grad: Tensor, step: int, scalars: dict[str, float]
     ) -> None:
         with part.store.borrow(index) as state:
-            moments = [state[kind] for kind in self._moments]
+            moments = [state[kind] for kind in self.moments]
             if part.store.place == DEVICE:
                 self._update_on_device(state.get(MASTER), moments, values, grad, step, scalars)
             else:
@@ -219,7 +219,7 @@ class AdamW(_Optimizer):
         num_updates: updates applied so far; a skipped step does not count.
     """
 
-    _moments = ("exp_avg", "exp_avg_sq")
+    moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class AdamW(_Optimizer):
 class SGD(_Optimizer):
     """Plain gradient descent without momentum, for comparisons in which rounding must not be amplified."""
 
-    _moments = ()
+    moments = ()
 
     def __init__(
         self,

@@ -1,10 +1,12 @@
 """From a run's configuration to an engine: model, parallelism, optimizer."""
 
+import socket
+
 from mindspore import nn
 
 from ms_zero import models
 from ms_zero._compat import device_target
-from ms_zero.comm import ProcessMesh
+from ms_zero.comm import Communicator, ProcessMesh
 from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, PrecisionConfig, RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.models.init import InitRule, init_rules, initial_values
@@ -16,7 +18,9 @@ from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossSc
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.zero.api import data_groups
 from ms_zero.zero.bucket import ValueSource
+from ms_zero.zero.nvme import NvmeStates, check_space, padded_bytes
 from ms_zero.zero.sharded import Options, Sharded
+from ms_zero.zero.states import HostStates, StateStore
 from ms_zero.zero.units import wrap_blocks, wrap_size
 
 # The ranks that see different data and hold the same parameters.
@@ -29,10 +33,11 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
     policy = build_policy(config.precision)
     autocast(model, policy, device_target())
     sharded = build_sharded(config, model, policy, pmesh)
+    states = build_states(config, sharded, pmesh.comm)
     return EagerEngine(
         model,
         sharded,
-        build_optimizer(config.optim, sharded),
+        build_optimizer(config.optim, sharded, states, config.offload.fraction),
         comm=pmesh.comm,
         group=pmesh.group(*DATA_AXES),
         resets=build_resets(config.data),
@@ -54,6 +59,7 @@ def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: Proc
             reshard_after_forward=parallel.reshard_after_forward,
             prefetch=parallel.prefetch,
             bucket_bytes=int(parallel.bucket_mb * 2**20),
+            params_on_host=config.offload.params == "cpu",
         ),
         comm=pmesh.comm,
         groups=data_groups(pmesh, parallel.zero_stage),
@@ -110,16 +116,40 @@ def build_resets(config: DataConfig) -> DocumentResets:
     return DocumentResets(attention=config.reset_attention, positions=config.reset_positions)
 
 
-def build_optimizer(config: OptimConfig, sharded: Sharded) -> Optimizer:
+def build_states(config: RunConfig, sharded: Sharded, comm: Communicator) -> StateStore | None:
+    """Where optimizer state goes that leaves the device; None: nothing does.
+
+    Raises:
+        UserError: the folder for files cannot be used, or has no room for the ranks of this machine.
+    """
+    offload = config.offload
+    if offload.optimizer == "none":
+        return None
+    if offload.optimizer == "cpu":
+        return HostStates()
+    num_vectors = len(_OPTIMIZERS[config.optim.kind].moments) + sharded.options.policy.keeps_master
+    lengths = [stop - start for start, stop in map(sharded.owned, range(len(sharded.buckets)))]
+    needed = sum(padded_bytes(round(length * offload.fraction)) for length in lengths) * num_vectors
+    machine = socket.gethostname()
+    everyone = comm.exchange([machine, needed])
+    check_space(offload.nvme_path, sum(size for name, size in everyone if name == machine))
+    comm.barrier()  # nobody takes space before everybody has looked
+    return NvmeStates(offload.nvme_path)
+
+
+_OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+
+
+def build_optimizer(
+    config: OptimConfig, sharded: Sharded, offload: StateStore | None = None, fraction: float = 1.0
+) -> Optimizer:
     """The optimizer of a model whose groups are "does it decay"."""
-    groups = {False: GroupOptions(weight_decay=0.0)}
-    if config.kind == "sgd":
-        return SGD(sharded, weight_decay=config.weight_decay, groups=groups)
-    return AdamW(
-        sharded,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        groups=groups,
-    )
+    options = {
+        "weight_decay": config.weight_decay,
+        "groups": {False: GroupOptions(weight_decay=0.0)},
+        "offload": offload,
+        "fraction": fraction,
+    }
+    if config.kind == "adamw":
+        options |= {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+    return _OPTIMIZERS[config.kind](sharded, **options)

@@ -37,6 +37,7 @@ class Bucket:
         dtype: ms.Type,
         chunk_index: int,
         is_sharded: bool,
+        on_host: bool,
         has_gradient: bool,
     ) -> None:
         """Fill the store.
@@ -47,20 +48,42 @@ class Bucket:
             dtype: of the store.
             chunk_index: which chunk this rank owns.
             is_sharded: whether the store is only that chunk.
+            on_host: whether the store is in host memory.
             has_gradient: whether the parameters are trained.
         """
         self.layout, self.dtype, self.has_gradient = layout, dtype, has_gradient
+        self._item_bytes = 4 if dtype == ms.float32 else 2
         self.is_sharded = is_sharded
         self.chunk = layout.chunk(chunk_index)
         self.stored = self.chunk if is_sharded else (0, layout.padded_size)
-        self.store = self.encode(self.assemble(values, *self.stored))
+        initial = self.encode(self.assemble(values, *self.stored))
+        # On CPU host and device are one memory; the store is still kept apart and copied like another's.
+        self._host = initial.asnumpy().copy() if on_host else None
+        self._device = None if on_host else initial
         self.held: Tensor | None = None
         self.reduced: Tensor | None = None
         self._pending: dict[str, Tensor] = {}
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the store is in host memory."""
+        return self._host is not None
+
+    @property
+    def store(self) -> Tensor:
+        """The stored parameters: the store itself, or a copy of it on the device if it is in host memory."""
+        return Tensor(self._host) if self.on_host else self._device
+
+    def write(self, values: Tensor) -> None:
+        """Overwrite the store; ``values`` may be the store."""
+        if self.on_host:
+            self._host[...] = values.asnumpy()
+        elif values is not self._device:
+            self._device.copy_(values)
+
     def fill(self, values: ValueSource) -> None:
         """Overwrite the store."""
-        self.store.copy_(self.encode(self.assemble(values, *self.stored)))
+        self.write(self.encode(self.assemble(values, *self.stored)))
 
     def encode(self, values: np.ndarray) -> Tensor:
         """A new tensor of the stored dtype."""
@@ -90,16 +113,23 @@ class Bucket:
         self._pending.clear()
         return ops.cat(parts) if len(parts) > 1 else parts[0]
 
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of full."""
+        return self.layout.padded_size * self._item_bytes
+
     def drop_gradients(self) -> None:
         """Forget everything about gradients."""
         self._pending.clear()
         self.held = self.reduced = None
 
     def buffers(self) -> dict[str, int]:
-        """Bytes that this bucket holds: "weights" and "gradients"."""
+        """Bytes that this bucket holds: "weights", "host_weights" and "gradients"."""
+        stored = (self.stored[1] - self.stored[0]) * self._item_bytes
         gradients = [*self._pending.values(), self.held, self.reduced]
         return {
-            "weights": self.store.nbytes,
+            "weights": 0 if self.on_host else stored,
+            "host_weights": stored if self.on_host else 0,
             "gradients": sum(grad.nbytes for grad in gradients if grad is not None),
         }
 

@@ -28,6 +28,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_zero import kernels
 from ms_zero._compat import backward, clear_grads
 from ms_zero.comm import Communicator, Group
+from ms_zero.errors import UserError
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
@@ -64,6 +65,8 @@ class Options:
         reshard_after_forward: stage 3: whether parameters are freed between forward and backward.
         prefetch: stage 3: units gathered ahead.
         bucket_bytes: stages 0 to 2: size of a bucket in the stored dtype; stage 3 has one per unit and kind.
+        params_on_host: stage 3: whether shards are kept in host memory and copied to the device for each
+            gather.
     """
 
     stage: int
@@ -72,6 +75,13 @@ class Options:
     reshard_after_forward: bool = True
     prefetch: int = 1
     bucket_bytes: int = 25 * 2**20
+    params_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.params_on_host and self.stage != MAX_STAGE:
+            raise UserError(
+                f"zero: weights can wait in host memory only as shards: stage is {self.stage}, use stage 3"
+            )
 
     @property
     def synchronises(self) -> bool:
@@ -200,8 +210,8 @@ class Sharded:
     def publish(self, index: int, values: Tensor) -> None:
         """Give updated parameters to all ranks that store them."""
         bucket = self.buckets[index]
-        if values is not bucket.store:
-            bucket.store.copy_(self._comm.all_gather(values, self.groups.shard))
+        is_part = self.owned(index) != bucket.stored
+        bucket.write(self._comm.all_gather(values, self.groups.shard) if is_part else values)
 
     def initial_values(self, index: int) -> np.ndarray:
         """The unrounded initial values of the owned range, fp32, for master weights."""
@@ -223,9 +233,11 @@ class Sharded:
         return bucket.chunk if self.groups.replica.index == 0 else (0, 0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds now: "weights" and "gradients" in buckets, "unsharded" in windows."""
+        """Bytes that this rank holds now: "weights", "host_weights" and "gradients" in buckets,
+        "unsharded" in windows.
+        """
         parts = [bucket.buffers() for bucket in self.all_buckets]
-        held = {kind: sum(part[kind] for part in parts) for kind in ("weights", "gradients")}
+        held = {kind: sum(part[kind] for part in parts) for kind in parts[0]}
         held["gradients"] += self._reducer.in_flight_bytes()
         return {**held, "unsharded": self._windows.open_bytes()}
 
@@ -269,6 +281,7 @@ class Sharded:
             dtype=DTYPES[self.options.policy.param],
             chunk_index=self.groups.shard.index,
             is_sharded=self.options.stage == MAX_STAGE,
+            on_host=self.options.params_on_host,
             has_gradient=layout.key[0],
         )
 

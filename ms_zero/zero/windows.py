@@ -205,5 +205,5 @@ class Windows:
 
 def _shown_bytes(unit: Unit) -> int:
     if unit.gathers:
-        return sum(bucket.store.nbytes * bucket.layout.degree for bucket in unit.sharded_buckets)
+        return sum(bucket.full_bytes for bucket in unit.sharded_buckets)
     return sum(place.param.data.nbytes for place in unit.places if place.needs_window)
