@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
-from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, require_runnable
+from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, render_effective, require_runnable
 from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
@@ -142,6 +142,7 @@ class _Session:
     def introduce(self, loaded: Loaded) -> None:
         """Say what is about to be trained on what."""
         train = self.config.train
+        self.monitor.note("run", config=render_effective(loaded), world_size=loaded.world_size)
         self.monitor.message(self.text.summary())
         self.monitor.message(
             f"{train.global_batch_size} samples a step: micro batch {train.micro_batch_size} x accumulation "

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from ms_zero.checkpoint import latest, open_checkpoint
 from ms_zero.comm import local
 from ms_zero.config import load_config
 from ms_zero.errors import UserError
+from ms_zero.plan.calibrate import read_run
 from ms_zero.testing.workers import run_workers
 from ms_zero.trainer import Trainer
 
@@ -86,6 +88,10 @@ def test_a_run_logs_evaluates_and_saves(options, tmp_path, capsys):
     assert state["config"]["train"]["steps"] == 6
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004", "step-00000006"]
+    measured = read_run(tmp_path / "run/logs/metrics-00000.jsonl")
+    assert (measured.steps, measured.world_size) == (6, 1)
+    assert json.loads(json.dumps(asdict(measured.config))) == state["config"]
+    assert measured.memory_bytes > 1e8
     shown = capsys.readouterr().out
     assert "6/6" in shown
     assert "validation" in shown

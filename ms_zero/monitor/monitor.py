@@ -59,6 +59,11 @@ class Monitor:
         self._print(f"{kind}: " + "  ".join(f"{name} {_short(value)}" for name, value in fields.items()))
         self._write(kind, fields)
 
+    def note(self, kind: str, **fields: Any) -> None:
+        """Write an event for machines only."""
+        assert kind != "step", "steps are logged as records"
+        self._write(kind, fields)
+
     def message(self, text: str) -> None:
         """Write a line for people; machines see it as the field ``text`` of an event "message"."""
         self._print(text)

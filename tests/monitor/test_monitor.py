@@ -110,6 +110,15 @@ def test_the_console_gets_lines_for_people():
     assert console.getvalue() == format_line(RECORD) + "\neval: step 20  loss 2.7183  text a b\n"
 
 
+def test_notes_are_for_machines_only(tmp_path):
+    console = io.StringIO()
+    with Monitor(console, tmp_path / "log.jsonl") as monitor:
+        monitor.note("run", config="model: x", world_size=2)
+    assert console.getvalue() == ""
+    written = json.loads((tmp_path / "log.jsonl").read_text())
+    assert {"event": "run", "config": "model: x", "world_size": 2}.items() <= written.items()
+
+
 def test_a_reader_that_goes_away_silences_the_console_only(tmp_path):
     class Broken(io.StringIO):
         def flush(self):
