@@ -7,14 +7,20 @@ from ms_zero.errors import UserError
 from ms_zero.hardware import Device, load_device
 from ms_zero.plan.diagnose import remedies_for
 from ms_zero.plan.explain import count_text, describe, memory_lines, time_lines
-from ms_zero.plan.memory import MemoryModel, explain_shortage, require_valid
+from ms_zero.plan.memory import Calibration, MemoryModel, explain_shortage, require_valid
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.run import layout_of, memory_model_of
 from ms_zero.plan.time import TimeModel
 
 
 def estimate(
-    run: str, overrides: Sequence[str], workers: int | None, cluster: str | None, diagnose: str | None
+    *,
+    run: str,
+    overrides: Sequence[str],
+    workers: int | None,
+    cluster: str | None,
+    calibrate: Sequence[str],
+    diagnose: str | None,
 ) -> int:
     """Print what a run needs and how long it takes; 2 if it does not fit.
 
@@ -22,7 +28,7 @@ def estimate(
     """
     loaded = load_config(run, overrides, workers, to_run=False)
     layout = layout_of(loaded.config)
-    memory = memory_model_of(loaded.config, loaded.label)
+    memory = memory_model_of(loaded.config, loaded.label, calibration_from(calibrate))
     require_valid(layout, memory.shape)
     name = cluster or loaded.config.hardware.device
     device = load_device(name) if name else None
@@ -40,6 +46,15 @@ def estimate(
         lines += remedies_for(diagnose, loaded.config, layout, memory, time, capacity)
     print("\n".join(lines))
     return 2 if shortage else 0
+
+
+def calibration_from(logs: Sequence[str]) -> Calibration | None:
+    """Correct the memory model by measured runs; None without any."""
+    if not logs:
+        return None
+    from ms_zero.plan.calibrate import calibrate, read_run
+
+    return calibrate([read_run(log) for log in logs])
 
 
 def _time_model(loaded: Loaded, memory: MemoryModel, device: Device | None) -> tuple[TimeModel | None, str]:

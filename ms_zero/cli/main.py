@@ -245,6 +245,8 @@ def _plan(argv: Sequence[str]) -> int:
     add("--global-batch", type=int, metavar="N", help="samples of a step (default: by the model's size)")
     add("--precision", default="bf16", metavar="NAME", help="bf16 (default), fp16 or fp32")
     add("--no-offload", action="store_true", help="keep everything in device memory")
+    help_text = "logs/metrics-00000.jsonl of a run: correct the memory model by it (may be repeated)"
+    add("--calibrate", action="append", default=[], metavar="PATH", help=help_text)
     add("--top", type=int, default=5, metavar="N", help="layouts to show (default 5)")
     add("--write", metavar="RUN.yaml", help="write a run file for the recommended layout")
     add("--html", metavar="PATH", help="write a page with charts")
@@ -264,14 +266,14 @@ def _estimate(argv: Sequence[str]) -> int:
     _add_workers(parser)
     add = parser.add_argument
     add("--cluster", metavar="NAME", help="catalogue entry (default: hardware.device of the run file)")
+    help_text = "logs/metrics-00000.jsonl of a run: correct the memory model by it (may be repeated)"
+    add("--calibrate", action="append", default=[], metavar="PATH", help=help_text)
     help_text = "list remedies: memory, speed, convergence or nan"
     add("--diagnose", metavar="PROBLEM", help=help_text)
     arguments = parser.parse_intermixed_args(argv)
     from ms_zero.cli.estimate import estimate
 
-    return estimate(
-        arguments.run, arguments.overrides, arguments.workers, arguments.cluster, arguments.diagnose
-    )
+    return estimate(**vars(arguments))
 
 
 def _schedule(argv: Sequence[str]) -> int:

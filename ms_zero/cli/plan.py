@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from ms_zero.cli.estimate import calibration_from
 from ms_zero.errors import UserError
 from ms_zero.plan.explain import describe, explain_plan
 from ms_zero.plan.html import write_page
@@ -23,6 +25,7 @@ def plan(
     global_batch: int | None,
     precision: str,
     no_offload: bool,
+    calibrate: Sequence[str],
     top: int,
     write: str | None,
     html: str | None,
@@ -38,6 +41,7 @@ def plan(
         global_batch_size=global_batch,
         dtype=precision,
         offload=not no_offload,
+        calibration=calibration_from(calibrate),
     )
     made = make_plan(request)
     print("\n".join(explain_plan(made, top)))
