@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from mindspore import Tensor, nn
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
-from ms_zero.memory.recompute import Construct, RecomputedCall, recompute, replace_construct
+from ms_zero.memory.construct import Construct, Replacement, replace_construct
+from ms_zero.memory.recompute import RecomputedCall, recompute
 from ms_zero.plan.recompute import BytesOf, RecomputePlan, peak_bytes, plan_recompute
 
 
@@ -27,11 +29,12 @@ class Applied:
     plan: RecomputePlan
     cells: dict[str, nn.Cell]
     text: str
+    replacements: tuple[Replacement, ...]
 
     def remove(self) -> None:
         """Undo it."""
-        for cell in self.cells.values():
-            del cell.construct
+        for replacement in self.replacements:
+            replacement.remove()
 
 
 def find_blocks(model: nn.Cell) -> dict[str, nn.Cell]:
@@ -84,19 +87,23 @@ def apply_recompute(
     found: dict[str, nn.Cell] = {}
     for number in plan.selective:
         found |= _cores(paths[number], blocks[paths[number]], cores)
+    replacements: list[Replacement] = []
     with ExitStack() as undo:  # all or nothing
         for path, cell in found.items():
-            undo.callback(recompute(cell, enclosing=_around(model, path)).remove)
+            replacements.append(recompute(cell, enclosing=_around(model, path)))
+            undo.callback(replacements[-1].remove)
         for segment in plan.segments:
             members = {paths[number]: blocks[paths[number]] for number in segment}
-            _recompute_segment(list(members.values()), _around(model, paths[segment[0]]), undo)
+            for replacement in _recompute_segment(list(members.values()), _around(model, paths[segment[0]])):
+                replacements.append(replacement)
+                undo.callback(replacement.remove)
             found |= members
         undo.pop_all()
     text = plan.describe(len(blocks))
     if budget_bytes is not None:
         peak = peak_bytes(plan, len(blocks), bytes_of, in_flight)
         text += f", {peak / 1e9:.6g} of {budget_bytes / 1e9:.6g} GB"
-    return Applied(plan, found, text)
+    return Applied(plan, found, text, tuple(replacements))
 
 
 def _cores(path: str, block: nn.Cell, types: tuple[type[nn.Cell], ...]) -> dict[str, nn.Cell]:
@@ -119,14 +126,14 @@ def _around(model: nn.Cell, path: str) -> list[nn.Cell]:
     return [cell for other, cell in model.cells_and_names() if not other or path.startswith(f"{other}.")]
 
 
-def _recompute_segment(cells: list[nn.Cell], around: list[nn.Cell], undo: ExitStack) -> None:
+def _recompute_segment(cells: list[nn.Cell], around: list[nn.Cell]) -> Iterator[Replacement]:
     if len(cells) == 1:
-        undo.callback(recompute(cells[0], enclosing=around).remove)
+        yield recompute(cells[0], enclosing=around)
         return
     segment = _Segment(cells, around)
     for number, cell in enumerate(cells):
-        replace_construct(cell, segment.member(number) if number else segment.run)
-        undo.callback(delattr, cell, "construct")
+        run = segment.member(number) if number else segment.run
+        yield replace_construct(cell, "recomputed", run, saves=number == 0)
 
 
 class _Segment:

@@ -16,7 +16,7 @@ parameters of a recomputed cell would get none. A tensor that needs a gradient h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,9 +36,9 @@ from ms_zero._compat import (
     tape,
 )
 from ms_zero.errors import UserError
+from ms_zero.memory.construct import Construct, Replacement, replace_construct
 from ms_zero.memory.tree import flatten, unflatten
 
-Construct = Callable[..., Any]
 _OWN_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -55,18 +55,7 @@ class ReplayedState(Protocol):
         """Return to a captured state."""
 
 
-@dataclass(frozen=True)
-class Recomputed:
-    """A cell whose forward is run again in backward."""
-
-    cell: nn.Cell
-
-    def remove(self) -> None:
-        """Give the cell its own ``construct`` back."""
-        del self.cell.construct
-
-
-def recompute(cell: nn.Cell, *, enclosing: Sequence[nn.Cell] = ()) -> Recomputed:
+def recompute(cell: nn.Cell, *, enclosing: Sequence[nn.Cell] = ()) -> Replacement:
     """Keep only the inputs of `cell` for backward and run its forward again there.
 
     Arguments and results may be tensors, anything else, and tuples, lists and dicts of them; keyword
@@ -79,16 +68,7 @@ def recompute(cell: nn.Cell, *, enclosing: Sequence[nn.Cell] = ()) -> Recomputed
         UserError: the cell is recomputed already, contains a dropout that cannot be repeated on this device,
             or graph mode is on.
     """
-    call = RecomputedCall(cell.construct, [cell], enclosing)
-    replace_construct(cell, call)
-    return Recomputed(cell)
-
-
-def replace_construct(cell: nn.Cell, construct: Construct) -> None:
-    """Let `cell` run `construct` between its hooks; undone by ``del cell.construct``."""
-    if "construct" in vars(cell):
-        raise UserError(f"recompute: this {type(cell).__name__} is recomputed already: apply it once")
-    cell.construct = construct
+    return replace_construct(cell, "recomputed", RecomputedCall(cell.construct, [cell], enclosing))
 
 
 class RecomputedCall:
