@@ -6,7 +6,7 @@ from ms_zero.config import Loaded, load_config
 from ms_zero.errors import UserError
 from ms_zero.hardware import Device, load_device
 from ms_zero.plan.diagnose import remedies_for
-from ms_zero.plan.explain import count_text, describe, memory_lines, time_lines
+from ms_zero.plan.explain import count_text, describe, memory_lines, time_lines, traffic_line
 from ms_zero.plan.memory import Calibration, MemoryModel, explain_shortage, require_valid
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.run import layout_of, memory_model_of
@@ -41,6 +41,8 @@ def estimate(
     shortage = explain_shortage(report, capacity) if capacity else ""
     lines += [shortage] if shortage else []
     lines += time_lines(time.simulate(layout)) if time else [f"no time is predicted: {reason}"]
+    mean = sum(stage.parameters for stage in report.stages) / layout.pp
+    lines += traffic_line(memory.shape, layout, mean)
     lines += [f"this version cannot run it: {finding}" for finding in loaded.unavailable]
     if diagnose:
         lines += remedies_for(diagnose, loaded.config, layout, memory, time, capacity)

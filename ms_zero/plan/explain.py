@@ -9,6 +9,8 @@ from ms_zero.plan.parameters import active_parameters, count_parameters
 from ms_zero.plan.planner import Plan, follows_rule, limit_of, rule_of_thumb
 from ms_zero.plan.report import PARTS, MemoryReport, TimeReport
 from ms_zero.plan.search import Candidate
+from ms_zero.plan.shapes import ModelShape
+from ms_zero.plan.traffic import step_bytes
 
 _SHOWN = 5
 
@@ -25,6 +27,9 @@ def explain_plan(plan: Plan, count: int = _SHOWN) -> Iterator[str]:
     yield ""
     yield f"recommended: {describe(plan.choice.layout)}"
     yield from time_lines(plan.choice.time)
+    held = plan.time.parameters(plan.choice.layout)
+    mean = sum(each.total for each in held) / plan.choice.layout.pp
+    yield from traffic_line(plan.shape, plan.choice.layout, mean)
     yield from memory_lines(plan.memory.report(plan.choice.layout), plan.capacity.device)
     if plan.request.tokens:
         yield (
@@ -107,6 +112,14 @@ def time_lines(report: TimeReport) -> Iterator[str]:
         f"  {report.tokens_per_second_per_device:.0f} tokens/s/device, "
         f"{report.flops_per_device / 1e12:.0f} TFLOP/s/device, MFU {100 * report.mfu:.1f}%"
     )
+
+
+def traffic_line(shape: ModelShape, layout: Layout, parameters: float) -> Iterator[str]:
+    """What a device sends in a step, by axis; nothing where it is alone."""
+    sent = {axis: size for axis, size in step_bytes(shape, layout, parameters).items() if size}
+    if sent:
+        parts = ", ".join(f"{axis} {size / 1e9:.2f}" for axis, size in sent.items())
+        yield f"a device sends in a step, in GB: {parts}"
 
 
 def memory_lines(report: MemoryReport, capacity: float | None) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ms_zero.plan.layout import FP32, MIXED
-from ms_zero.plan.traffic import context_parallel, data_parallel, expert_parallel, pipeline, tensor_parallel
+from ms_zero.plan.layout import FP32, MIXED, Layout
+from ms_zero.plan.models import load_model
+from ms_zero.plan.traffic import context_parallel, expert_parallel, pipeline, step_bytes, tensor_parallel
 from ms_zero.plan.update import update_bytes, update_seconds, without_master
 
 PARAMETERS = 175e9
@@ -20,19 +21,28 @@ def test_traffic_by_axis():
     assert expert_parallel(tokens, hidden, 2, 8) == 4 * 2 * tokens * hidden * 7 / 8
 
 
-def test_data_parallel_traffic_of_the_stages():
-    ring = 7 / 8
-    for stage in (0, 1, 2):
-        assert data_parallel(PARAMETERS, 8, stage) == pytest.approx(2 * PARAMETERS * ring)
-    assert data_parallel(PARAMETERS, 8, 3) == pytest.approx(3 * PARAMETERS * ring)
+def test_bytes_of_a_step_follow_the_formulas():
+    shape = load_model("llama2-7b")
+    parameters = 6_738_415_616
+    layout = Layout(seq_len=4096, tp=2, cp=2, pp=2, dp_shard=2, zero_stage=1, microbatches=4)
+    sent = step_bytes(shape, layout, parameters / 4)
+    tokens = 4 * 4096 / 2
+    assert sent["tp"] == 2 * 16 * 8 * tokens * 4096 / 2
+    assert sent["cp"] == 2 * 16 * 6 * (4096 / 2) * (4 * 4096) / 2
+    assert sent["pp"] == 2 * 2 * tokens * 4096
+    assert sent["dp"] == pytest.approx(parameters / 4 * 3 / 4 * (2 + 2))
+    assert sent["ep"] == 0
+    assert step_bytes(shape, layout.replace(recompute="full"), 1.0)["tp"] == 1.5 * sent["tp"]
 
 
-def test_microbatches_cost_only_who_reduces_in_each():
-    share = PARAMETERS * 7 / 8
-    assert data_parallel(PARAMETERS, 8, 1, microbatches=4) == pytest.approx(2 * share)
-    assert data_parallel(PARAMETERS, 8, 2, microbatches=4) == pytest.approx(5 * share)
-    assert data_parallel(PARAMETERS, 8, 3, microbatches=4) == pytest.approx(12 * share)
-    assert data_parallel(PARAMETERS, 8, 3, microbatches=4, reshard=False) == pytest.approx(8 * share)
+def test_nothing_is_sent_alone():
+    assert set(step_bytes(load_model("llama2-7b"), Layout(seq_len=4096), 7e9).values()) == {0.0}
+
+
+def test_copies_of_tokens_go_to_experts_and_back():
+    shape = load_model("mixtral-8x7b")
+    layout = Layout(seq_len=4096, dp_shard=8, ep=8)
+    assert step_bytes(shape, layout, 1.0)["ep"] == 2 * 32 * 4 * 4096 * 4096 * 2 * 7 / 8
 
 
 def test_bytes_of_an_optimizer_step():
