@@ -8,6 +8,42 @@
 
 namespace msz {
 
+MSZ_INLINE Floats shuffled(Floats a, Floats b, Ints lanes) {
+#if defined(__clang__)
+  Floats out;
+  for (int i = 0; i < kWidth; ++i) out[i] = lanes[i] < kWidth ? a[lanes[i]] : b[lanes[i] - kWidth];
+  return out;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+// Swaps the off-diagonal blocks of size `half` in a square of vectors, then those within, down to lanes.
+template <int half>
+MSZ_INLINE void transpose_blocks(Floats *rows) {
+  Ints upper, lower;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    upper[lane] = lane & half ? kWidth + lane - half : lane;
+    lower[lane] = lane & half ? kWidth + lane : lane + half;
+  }
+  for (int i = 0; i < kWidth; ++i) {
+    if (i & half) continue;
+    const Floats above = rows[i], below = rows[i + half];
+    rows[i] = shuffled(above, below, upper);
+    rows[i + half] = shuffled(above, below, lower);
+  }
+  if constexpr (half > 1) transpose_blocks<half / 2>(rows);
+}
+
+// to[column * step + row] = row(row)[column] for a square of kWidth rows.
+template <class Row>
+MSZ_INLINE void transpose_block(const Row &row, float *to, int64_t step) {
+  Floats rows[kWidth];
+  for (int i = 0; i < kWidth; ++i) rows[i] = row(i);
+  transpose_blocks<kWidth / 2>(rows);
+  for (int i = 0; i < kWidth; ++i) store(to + i * step, rows[i]);
+}
+
 // a(i, k) = data[i * row + k * column]
 struct Operand {
   const float *data;
@@ -23,7 +59,7 @@ struct Target {
 #if MSZ_VECTOR_BYTES == 64 || defined(__aarch64__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // of 32 vector registers
 #else
-constexpr int kTileRows = 4, kTileVectors = 2;  // of 16
+constexpr int kTileRows = 6, kTileVectors = 2;  // of 16
 #endif
 constexpr int kTileColumns = kTileVectors * kWidth;
 

@@ -59,14 +59,30 @@ def everything(library, threads):
     run("msz_norm", x, 0, weight, bias, 0, y, moments, *rows, 1e-5)
     run("msz_norm_grad", x, dy, 0, weight, 0, moments, 1, dx, dweight, dbias, *rows)
     keep(y, moments, dx, dweight, dbias)
-    run("msz_bias_add", y, bias, 0, *rows)
     run("msz_sum_rows", x, dbias, 0, *rows)
-    keep(y, dbias)
+    keep(dbias)
+    keep(*linear(run, draw, new))
     labels, log_sums, loss = rng.integers(0, 129, 300).astype(np.int32), new(300), new(1)
     run("msz_cross_entropy", x, 0, labels, -100, *rows, log_sums, loss)
     run("msz_cross_entropy_grad", x, 0, labels, -100, count(0), *rows, log_sums, loss, count(0), dx)
     keep(log_sums, loss, dx)
     keep(*attention(run, draw, new))
+    return outputs
+
+
+def linear(run, draw, new):
+    outputs = []
+    for rows, size_in, size_out in ((300, 129, 515), (1, 800, 40), (7, 1, 1), (100, 16, 700)):
+        x, weight, bias = draw(rows, size_in), draw(size_out, size_in), draw(size_out)
+        y, dx, dweight = new(rows, size_out), new(rows, size_in), new(size_out, size_in)
+        sizes = [count(size) for size in (rows, size_in, size_out)]
+        run("msz_linear", x, weight, bias, y, 0, *sizes)
+        run("msz_linear_grad_input", y, weight, dx, 0, *sizes)
+        run("msz_linear_grad_weight", y, x, dweight, 0, *sizes)
+        assert np.abs(y - x @ weight.T - bias).max() < 1e-5 * np.abs(y).max()
+        assert np.abs(dx - y @ weight).max() < 1e-5 * np.abs(dx).max()
+        assert np.abs(dweight - y.T @ x).max() < 1e-5 * np.abs(dweight).max()
+        outputs += [y, dx, dweight]
     return outputs
 
 

@@ -13,11 +13,10 @@
 // position depend on its sequence up to it, not on the batch, on later positions or on the number of threads.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "gemm.h"
-#include "threads.h"
+#include "tasks.h"
 
 namespace msz {
 namespace {
@@ -39,25 +38,6 @@ struct Shape {
     return ((sample * length + t) * count + head) * dim;
   }
 };
-
-// Work on tasks 0 ... count - 1 in any order; each thread has `scratch_floats` of its own.
-template <class Work>
-void each_task(int64_t count, int64_t scratch_floats, int threads, const Work &work) {
-  std::atomic<int64_t> next{0};
-  struct Job {
-    std::atomic<int64_t> *next;
-    int64_t count, scratch_floats;
-    const Work *work;
-  } job{&next, count, scratch_floats, &work};
-  run_parts(
-      static_cast<int>(std::min<int64_t>(thread_count(threads), count)),
-      [](void *context, int) {
-        Job &j = *static_cast<Job *>(context);
-        Scratch scratch(j.scratch_floats);
-        for (int64_t task = (*j.next)++; task < j.count; task = (*j.next)++) (*j.work)(task, scratch.begin());
-      },
-      &job);
-}
 
 // rows x dim elements at a step -> fp32 [rows, padded] with zeros behind.
 template <class S>
@@ -84,10 +64,11 @@ MSZ_INLINE void unpack_rows(const float *from, int64_t padded, int64_t rows, int
 // fp32 [rows, padded] -> [padded, kTile], columns beyond `rows` 0.
 inline void transpose(const float *from, int64_t rows, int64_t padded, float *to) {
   if (rows < kTile) std::fill(to, to + padded * kTile, 0.0f);
-  constexpr int64_t kBlock = 16;  // square blocks keep both sides in the first-level cache
-  for (int64_t row = 0; row < rows; row += kBlock) {
-    for (int64_t i = 0; i < padded; ++i) {
-      for (int64_t r = row; r < std::min(rows, row + kBlock); ++r) to[i * kTile + r] = from[r * padded + i];
+  for (int64_t row = 0; row < rows; row += kWidth) {
+    for (int64_t i = 0; i < padded; i += kWidth) {
+      const int64_t count = std::min<int64_t>(kWidth, rows - row);
+      transpose_block([&](int r) { return r < count ? load(from + (row + r) * padded + i) : Floats{}; },
+                      to + i * kTile + row, kTile);
     }
   }
 }

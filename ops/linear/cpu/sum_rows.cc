@@ -1,4 +1,4 @@
-// The bias of a linear layer: added in place to the product's rows, and its gradient, the sum over rows.
+// The gradient of a bias: the sum over rows.
 
 #include <algorithm>
 
@@ -15,25 +15,6 @@ constexpr int64_t kMaxBlocks = 256;
 
 }  // namespace
 }  // namespace msz
-
-// y[row] += bias for y [rows, size] and bias [size] of one dtype.
-MSZ_API int msz_bias_add(void *y, const void *bias, int dtype, int64_t rows, int64_t size, int threads) {
-  using namespace msz;
-  if (rows < 0 || size < 0) return kBadLength;
-  return with_storage(dtype, [&](auto storage) {
-    using S = decltype(storage);
-    auto *out = static_cast<typename S::Element *>(y);
-    const auto *b = static_cast<const typename S::Element *>(bias);
-    parallel_ranges(rows, kRowsPerTask, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        auto *to = out + row * size;
-        each_vector(0, size, [&](int64_t i, auto lanes) {
-          put<S>(to + i, get<S>(to + i, lanes) + get<S>(b + i, lanes), lanes);
-        });
-      }
-    });
-  });
-}
 
 // sums[i] = sum over rows of x[row, i], in fp32, rounded to the dtype of x. The order of the additions follows
 // from the number of rows: within blocks of rows, then over the blocks.
