@@ -34,27 +34,6 @@ def load_module(path):
 reference = load_module(ROOT / "ms_zero" / "kernels" / "reference.py")
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    """Both sources compiled for the host."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    folder = tmp_path_factory.mktemp("cuda_on_host")
-    flags = ["-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wall"]
-    flags += [
-        "-Wno-unknown-pragmas",
-        "-Wno-sign-compare",
-        f"-I{ROOT / 'ops' / 'common'}",
-        f"-I{Path(__file__).parent}",
-    ]
-    libraries = {}
-    for source in (ADAM, STATS):
-        target = folder / f"{source.stem}.so"
-        subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
-        libraries[source.stem] = ctypes.CDLL(str(target))
-    return libraries
-
-
 class Tensor(ctypes.Structure):
     """MszAdamWTensor."""
 
