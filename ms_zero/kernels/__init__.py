@@ -3,6 +3,7 @@
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
 from ms_zero.kernels.dispatch import default_target
+from ms_zero.kernels.embedding import Embedding
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum, softmax_gradient, softmax_stats
@@ -17,6 +18,7 @@ __all__ = [
     "CausalAttention",
     "CrossEntropySum",
     "DocumentMask",
+    "Embedding",
     "LayerNorm",
     "Linear",
     "RMSNorm",

@@ -96,7 +96,8 @@ class _LayerNormComposed(nn.Cell):
         centred = wide - self.outer(mean, self.ones(size))
         variance = self.sum(centred * centred, -1) * (1.0 / size)
         scale = self.outer(self.rsqrt(variance + self.eps), weight.astype(ms.float32).reshape(1, -1))
-        return self.bias_add((centred * scale).astype(x.dtype), bias).reshape(x.shape)
+        wide = self.bias_add(centred * scale, bias.astype(ms.float32))
+        return wide.astype(x.dtype).reshape(x.shape)
 
 
 class _LayerNormNative(nn.Cell):
@@ -131,6 +132,8 @@ class LayerNorm(nn.Cell):
             "Ascend": _LayerNormNative,
         }
         self.layer_norm = select("LayerNorm", implementations, target)(eps)
+        #: Whether x may be of 16 bits with fp32 weights; else x, weights and result have one dtype.
+        self.takes_fp32_weights = not isinstance(self.layer_norm, _LayerNormNative)
 
     def construct(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Normalise x."""
@@ -189,6 +192,8 @@ class RMSNorm(nn.Cell):
             "Ascend": _RMSNormNative,
         }
         self.rms_norm = select("RMSNorm", implementations, target)(eps)
+        #: Whether x may be of 16 bits with fp32 weights; else x, weights and result have one dtype.
+        self.takes_fp32_weights = not isinstance(self.rms_norm, _RMSNormNative)
 
     def construct(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise x."""

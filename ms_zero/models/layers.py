@@ -6,7 +6,7 @@ before it is initialised is an error.
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
@@ -59,12 +59,12 @@ class Embedding(nn.Cell):
     def __init__(self, num_embeddings: int, hidden_size: int, *, init_std: float) -> None:
         super().__init__()
         self.weight = empty_parameter(num_embeddings, hidden_size)
-        self.gather = ops.Gather()
+        self.embedding = kernels.Embedding()
         self.parameter_rules = {"weight": ParameterRule(Normal(init_std), decay=False)}
 
     def construct(self, indices: Tensor) -> Tensor:
         """Map int32 indices [...] to [..., hidden_size]."""
-        return self.gather(self.weight, indices, 0)
+        return self.embedding(self.weight, indices)
 
 
 class LayerNorm(nn.Cell):
@@ -77,6 +77,7 @@ class LayerNorm(nn.Cell):
         self.weight = empty_parameter(hidden_size)
         self.bias = empty_parameter(hidden_size)
         self.layer_norm = kernels.LayerNorm(eps, target)
+        self.widens_itself = self.layer_norm.takes_fp32_weights
         self.parameter_rules = {
             "weight": ParameterRule(Ones(), decay=False),
             "bias": ParameterRule(Zeros(), decay=False),
@@ -96,6 +97,7 @@ class RMSNorm(nn.Cell):
         super().__init__()
         self.weight = empty_parameter(size)
         self.rms_norm = kernels.RMSNorm(eps, target)
+        self.widens_itself = self.rms_norm.takes_fp32_weights
         self.parameter_rules = {"weight": ParameterRule(Ones(), decay=False)}
 
     def construct(self, x: Tensor) -> Tensor:

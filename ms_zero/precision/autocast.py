@@ -5,8 +5,9 @@ without kernels for it, a grid to which values are rounded):
 
 - root: float arguments are made working.
 - leaf (a Cell without Cells, or one of `ms_zero.kernels`): float arguments and outputs are made working.
-- fp32 Cell (norms, softmax, and what the caller adds): computes in fp32; its arguments are widened, its
-  outputs made working. What is inside it is left alone.
+- fp32 Cell (norms, softmax, and what the caller adds): computes in fp32; its arguments are widened, unless
+  its attribute ``widens_itself`` says that it takes working ones. Its outputs are made working. What is
+  inside it is left alone.
 - loss: computes in fp32 and returns fp32.
 - other: nothing with native kernels. With a grid its outputs are rounded, since residual sums and the like
   happen between Cells; the root's outputs are not (they may be a loss).
@@ -73,6 +74,7 @@ _LOSSES = (
 _OPERATORS = (
     kernels.CausalAttention,
     kernels.DocumentMask,
+    kernels.Embedding,
     kernels.GELU,
     kernels.LayerNorm,
     kernels.Linear,
@@ -243,7 +245,8 @@ def _conversions(
     if _is_loss(cell):
         return _widen, _settle
     if _is_wide(cell, fp32):
-        return converter.enter if has_grid else _widen, converter.leave
+        takes_working = has_grid or getattr(cell, "widens_itself", False)
+        return converter.enter if takes_working else _widen, converter.leave
     if _is_leaf(cell):
         return converter.enter, converter.leave
     if is_root:

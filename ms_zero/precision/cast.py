@@ -11,9 +11,11 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor
 
 from ms_zero._compat import function_class
+from ms_zero.kernels.rounding import convert, round_to
+from ms_zero.precision.policy import DTYPES
 
 _HALF_BITS = np.uint32(16)
 _HALF = np.uint32(0x7FFF)
@@ -39,20 +41,18 @@ def round_array(values: np.ndarray) -> np.ndarray:
     return _rounded_bits(values).view(np.float32).reshape(values.shape)
 
 
-def round_to_grid(x: Tensor, grid: str = "bf16") -> Tensor:
-    """Round an fp32 CPU tensor to bf16 values, and so its gradient; keeps nothing for backward.
+def round_to_grid(x: Tensor, grid: str) -> Tensor:
+    """Round an fp32 tensor to the values of a 16-bit dtype ("bf16", "fp16"), and so its gradient.
 
-    What native bf16 arithmetic does at the end of an operation, for devices without bf16 kernels. Waits for
-    x, since it works on the storage of the host.
+    What native 16-bit arithmetic does at the end of an operation, for devices without kernels for it. Keeps
+    nothing for backward.
     """
-    assert grid == "bf16", grid
-    return _RoundToBf16.apply(x)
+    return _RoundToGrid.apply(x, DTYPES[grid])
 
 
-def round_gradient(x: Tensor, grid: str = "bf16") -> Tensor:
+def round_gradient(x: Tensor, grid: str) -> Tensor:
     """`round_to_grid` for values that are on the grid already: shares their storage, rounds the gradient."""
-    assert grid == "bf16", grid
-    return _RoundGradient.apply(x)
+    return _RoundGradient.apply(x, DTYPES[grid])
 
 
 def cast(x: Tensor, dtype: ms.Type) -> Tensor:
@@ -80,43 +80,34 @@ def _rounded_bits(values: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def _round(x: Tensor) -> Tensor:
-    return Tensor.from_numpy(round_array(x.asnumpy()))
-
-
-def _convert(x: Tensor, dtype: ms.Type) -> Tensor:
-    # On CPU copy_ converts one element in 10 us, the Cast operator in 360 us.
-    out = mint.empty(x.shape, dtype=dtype)
-    out.copy_(x)
-    return out
-
-
-class _RoundToBf16(function_class):
+class _RoundToGrid(function_class):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _round(x)
+    def forward(ctx: Any, x: Tensor, grid: ms.Type) -> Tensor:
+        ctx.grid = grid
+        return round_to(x, grid)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _round(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return round_to(grad, ctx.grid), None
 
 
 class _RoundGradient(function_class):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grid: ms.Type) -> Tensor:
+        ctx.grid = grid
         return x  # the caller gets a new tensor on the same storage
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _round(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return round_to(grad, ctx.grid), None
 
 
 class _Cast(function_class):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: ms.Type) -> Tensor:
         ctx.dtype = x.dtype
-        return _convert(x, dtype)
+        return convert(x, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _convert(grad, ctx.dtype), None
+        return convert(grad, ctx.dtype), None

@@ -121,11 +121,11 @@ class Policy:
         return _MOMENT_BYTES + (BYTES["fp32"] if self.keeps_master else 0)
 
     def working(self, target: str) -> Working:
-        """How ``target`` ("CPU", "GPU" or "Ascend") computes under this policy.
+        """How ``target`` ("CPU", "GPU" or "Ascend", or a variant such as "CPU-portable") computes.
 
         bf16 on CPU is emulated: fp32 kernels on values that bf16 can represent.
         """
-        if self.compute == "bf16" and target in _WITHOUT_BF16:
+        if self.compute == "bf16" and target.split("-")[0] in _WITHOUT_BF16:
             return Working(ms.float32, "bf16")
         return Working(DTYPES[self.compute], None)
 

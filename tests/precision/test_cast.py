@@ -1,5 +1,6 @@
 import gc
 import weakref
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -8,6 +9,8 @@ from mindspore import Tensor, mint, ops
 
 from ms_zero import _compat
 from ms_zero.precision.cast import cast, from_bits, round_array, round_gradient, round_to_grid, to_bits
+
+to_bf16 = partial(round_to_grid, grid="bf16")
 
 ALL_BITS = np.arange(2**16, dtype=np.uint16)
 
@@ -79,13 +82,13 @@ def test_shapes_and_strides(shape):
     assert to_bits(values).shape == round_array(values).shape == from_bits(to_bits(values)).shape == shape
     turned = np.ascontiguousarray(values.T).T
     np.testing.assert_array_equal(to_bits(turned), to_bits(values))
-    assert round_to_grid(Tensor(values)).shape == shape
+    assert to_bf16(Tensor(values)).shape == shape
 
 
 def test_rounding_leaves_its_argument_alone():
     values = np.array([1.001, 2.003], np.float32)
     tensor = Tensor(values)
-    rounded = round_to_grid(tensor)
+    rounded = to_bf16(tensor)
     np.testing.assert_array_equal(tensor.asnumpy(), values)
     np.testing.assert_array_equal(rounded.asnumpy(), round_array(values))
 
@@ -109,7 +112,7 @@ def gradients(how, function, x, weight):
 def test_round_to_grid_rounds_values_and_gradients(how):
     rng = np.random.default_rng(2)
     x, weight = rng.standard_normal((2, 50, 3), np.float32)
-    out, grad = gradients(how, round_to_grid, x, weight)
+    out, grad = gradients(how, to_bf16, x, weight)
     np.testing.assert_array_equal(out.asnumpy(), round_array(x))
     np.testing.assert_array_equal(grad.asnumpy(), round_array(weight))
 
@@ -118,7 +121,7 @@ def test_round_to_grid_rounds_values_and_gradients(how):
 def test_round_gradient_leaves_values_alone(how):
     rng = np.random.default_rng(2)
     x, weight = rng.standard_normal((2, 50, 3), np.float32)
-    out, grad = gradients(how, round_gradient, x, weight)
+    out, grad = gradients(how, partial(round_gradient, grid="bf16"), x, weight)
     np.testing.assert_array_equal(out.asnumpy(), x)
     np.testing.assert_array_equal(grad.asnumpy(), round_array(weight))
 
@@ -146,12 +149,20 @@ def test_cast_rounds_to_nearest_even_and_to_inf():
     np.testing.assert_array_equal(cast(Tensor(wide), ms.bfloat16).asnumpy().view(np.uint16), to_bits(wide))
 
 
+def test_round_to_fp16_overflows_and_keeps_denormals():
+    x = np.array([1 + 2**-11, 65520.0, -65519.0, 3 * 2.0**-25, np.nan], np.float32)
+    found = round_to_grid(Tensor(x), "fp16")
+    assert found.dtype == ms.float32
+    expected = np.array([1, np.inf, -65504, 2.0**-23, np.nan], np.float32)
+    np.testing.assert_array_equal(found.asnumpy(), expected)
+
+
 def test_cast_to_the_own_dtype_is_the_tensor_itself():
     x = Tensor(np.ones(3, np.float16))
     assert cast(x, ms.float16) is x
 
 
-@pytest.mark.parametrize("function", [round_to_grid, lambda x: cast(x, ms.float16)])
+@pytest.mark.parametrize("function", [to_bf16, lambda x: cast(x, ms.float16)])
 def test_nothing_is_kept_for_backward(function):
     leaf = Tensor(np.ones(1000, np.float32))
     leaf.requires_grad_(True)
@@ -169,5 +180,5 @@ def test_nothing_is_kept_for_backward(function):
 def test_a_non_contiguous_tensor():
     x = Tensor(np.arange(12, dtype=np.float32).reshape(3, 4) * 1.001)
     turned = mint.transpose(x, 0, 1)
-    np.testing.assert_array_equal(round_to_grid(turned).asnumpy(), round_array(x.asnumpy().T))
+    np.testing.assert_array_equal(to_bf16(turned).asnumpy(), round_array(x.asnumpy().T))
     np.testing.assert_array_equal(cast(turned, ms.float16).asnumpy(), x.asnumpy().T.astype(np.float16))

@@ -33,8 +33,9 @@ def test_presets_differ_in_param_and_compute_only():
 
 
 def test_bf16_is_emulated_on_cpu_and_native_elsewhere():
-    working = policy("bf16").working("CPU")
-    assert (working.dtype, working.grid) == (ms.float32, "bf16")
+    for target in ("CPU", "CPU-portable"):
+        working = policy("bf16").working(target)
+        assert (working.dtype, working.grid) == (ms.float32, "bf16")
     for target in ("GPU", "Ascend"):
         working = policy("bf16").working(target)
         assert (working.dtype, working.grid) == (ms.bfloat16, None)
