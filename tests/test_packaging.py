@@ -1,6 +1,7 @@
 """The wheel: what is in it, what it says about itself, and that presets are found from it alone."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 import ms_zero
+from ms_zero.native.sources import VARIANTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BUILD_PRODUCTS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+WITHOUT_LIBRARIES = {f"MS_ZERO_BUILD_{name}": "0" for name in ("CPU", "CUDA", "ASCEND")}
 
 
 def copy_sources(target):
@@ -42,8 +45,20 @@ def built(tmp_path_factory):
     """A folder with an sdist and a wheel, both built from a copy of the sources without network access."""
     source = tmp_path_factory.mktemp("build") / "a source tree"
     copy_sources(source)
-    run([sys.executable, "setup.py", "-q", "sdist", "bdist_wheel"], cwd=source)
+    environment = {**os.environ, **WITHOUT_LIBRARIES}
+    run([sys.executable, "setup.py", "-q", "sdist", "bdist_wheel"], cwd=source, env=environment)
     return source / "dist"
+
+
+@pytest.fixture
+def small_source(tmp_path):
+    """A source tree with one small native operator, to build libraries from."""
+    source = tmp_path / "small"
+    copy_sources(source)
+    for path in [*(source / "ops").glob("*/cpu/*.cc"), *(source / "ops").glob("*/cuda/*.cu")]:
+        if path.parent.parent.name != "fused_sgd":
+            path.unlink()
+    return source
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +78,8 @@ def wheel_of_sdist(sdist, tmp_path_factory):
     """The wheel that pip makes of the sdist, without isolation and without an index."""
     target = tmp_path_factory.mktemp("wheel of sdist")
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", str(target), str(sdist)])
+    command = [sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", str(target), str(sdist)]
+    run(command, env={**os.environ, **WITHOUT_LIBRARIES})
     (path,) = target.glob("*.whl")
     return path
 
@@ -90,6 +106,80 @@ def test_wheel_holds_every_module_preset_and_native_source(wheel):
     assert presets and presets <= packed
     assert "ms_zero/_resources/ops/probe/cpu/probe.cc" in packed
     assert not [name for name in packed if name.endswith((".so", ".pyc")) or name.startswith("tests")]
+
+
+def build_wheel(source, **environment):
+    """(status, errors, names of wheels) of a build of wheels in a source tree."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel"],
+        cwd=source,
+        env={**os.environ, **WITHOUT_LIBRARIES, **environment},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stderr, sorted((source / "dist").glob("*.whl"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_wheel_with_the_library_needs_no_compiler_and_says_for_which_machine_it_is(small_source, tmp_path):
+    status, errors, (wheel,) = build_wheel(small_source, MS_ZERO_BUILD_CPU="1")
+    assert status == 0, errors
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    names = sorted(path.name.split("-")[1] for path in site.rglob("*.so"))
+    assert names == sorted(each.name for each in VARIANTS if each.machine == platform.machine())
+    code = "from ms_zero import native; print(native.ensure_built().origin, native.load_library()._name)"
+    environment = {"PATH": "/nowhere", "HOME": str(tmp_path), "PYTHONPATH": str(site)}
+    shown = run([sys.executable, "-c", code], cwd=tmp_path, env=environment).split()
+    assert shown[0] == "package" and shown[1].startswith(str(site))
+
+
+def test_an_install_without_compilers_passes_and_says_what_it_lacks(small_source):
+    tools = {"PATH": "/nowhere", "MS_ZERO_BUILD_CPU": "auto"}
+    status, errors, (wheel,) = build_wheel(small_source, **tools)
+    assert status == 0, errors
+    assert "kernels for CPU are not built: no C++ compiler" in errors
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"MS_ZERO_BUILD_CPU": "1", "PATH": "/nowhere"}, "MS_ZERO_BUILD_CPU=1, but no C++ compiler"),
+        ({"MS_ZERO_BUILD_ASCEND": "1", "ASCEND_HOME_PATH": ""}, "=1, but ASCEND_HOME_PATH is not set"),
+        ({"MS_ZERO_BUILD_CUDA": "yes"}, "MS_ZERO_BUILD_CUDA=yes: expected auto, 0 or 1"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_built_fails_the_install(small_source, environment, message):
+    status, errors, wheels = build_wheel(small_source, **environment)
+    assert status != 0 and wheels == []
+    assert message in errors
+
+
+def test_the_cuda_library_is_built_by_nvcc_and_found(small_source, tmp_path):
+    """With a stand-in for nvcc that knows one of the architectures and writes down what it is asked for."""
+    kernel = small_source / "ops" / "probe" / "cuda" / "probe.cu"
+    kernel.parent.mkdir()
+    kernel.write_text("// source\n")
+    log, tools = tmp_path / "log", tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvcc").write_text(
+        '#!/bin/sh\nif [ "$1" = --list-gpu-code ]; then echo sm_75; echo sm_80; exit; fi\n'
+        f'echo "$*" > "{log}"\nfor last; do :; done\necho library > "$last"\n'
+    )
+    (tools / "nvcc").chmod(0o755)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "MS_ZERO_BUILD_CUDA": "1"}
+    status, errors, (wheel,) = build_wheel(small_source, **environment)
+    assert status == 0, errors
+    asked = log.read_text()
+    assert "code=sm_80" in asked and "code=compute_80" in asked and "90" not in asked
+    assert "probe/cuda/probe.cu" in asked and "-fmad=false" in asked
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = "from ms_zero.native import cuda; print(cuda.find_cuda_library())"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    found = run([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    assert Path(found.strip()).read_text() == "library\n"
 
 
 def test_wheel_metadata_states_version_pins_and_entry_point(wheel):

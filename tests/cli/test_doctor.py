@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ms_zero import native
 from ms_zero.cli import doctor as doctor_module
-from ms_zero.cli import doctor_collective, doctor_install, doctor_machine
+from ms_zero.cli import doctor_collective, doctor_install, doctor_kernels, doctor_machine
 from ms_zero.cli.doctor_check import ok, problem, warning
 from ms_zero.cli.main import main
+from ms_zero.native import Compiler
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -303,3 +305,47 @@ def test_two_real_workers_agree(clean, tmp_path, capsys, monkeypatch):
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "exchange"):
         assert name in check.message
     assert not (tmp_path / "job").exists()
+
+
+def test_the_kernels_that_are_built_are_listed_with_their_processor(monkeypatch, tmp_path):
+    variants = native.supported_variants()
+    found = [native.Found(tmp_path / f"{each.name}.so", each.name, "cache") for each in variants]
+    monkeypatch.setattr(native, "built_libraries", lambda variants: found)
+    check = doctor_kernels.check_kernels()[0]
+    assert check.status == "ok"
+    assert check.message.startswith(f"{variants[0].name}, built at first use ({tmp_path}")
+    assert all(each.name in check.message for each in variants)
+
+
+def test_kernels_that_are_not_built_are_no_problem_with_a_compiler_and_one_without(monkeypatch):
+    monkeypatch.setattr(native, "built_libraries", lambda variants: ())
+    good = Compiler("/usr/bin/g++", "g++ 12.2", "")
+    monkeypatch.setattr(native, "find_compilers", lambda: (good,))
+    check = doctor_kernels.check_kernels()[0]
+    assert check.status == "ok" and "at first use /usr/bin/g++ (g++ 12.2) builds" in check.message
+    bad = Compiler("/usr/bin/g++", "g++ 12.2", "no omp.h")
+    cases = ((), "no C++ compiler in PATH"), ((bad,), "/usr/bin/g++ does not work: no omp.h")
+    for compilers, reason in cases:
+        monkeypatch.setattr(native, "find_compilers", lambda compilers=compilers: compilers)
+        check = doctor_kernels.check_kernels()[0]
+        assert check.status == "problem" and reason in check.message
+        assert check.fix == (
+            "install one with OpenMP, for example with 'apt-get install g++'; or run with "
+            "hardware.kernels=portable (slower)"
+        )
+
+
+def test_device_kernels_that_are_missing_are_told_with_the_reason(monkeypatch, clean, tmp_path):
+    monkeypatch.setattr(doctor_kernels.cuda, "cuda_sources", lambda root: [tmp_path / "x.cu"])
+    monkeypatch.setattr(doctor_kernels.cuda, "find_cuda_library", lambda: None)
+    monkeypatch.setattr(doctor_kernels.cuda, "find_nvcc", lambda: None)
+    _, cuda, ascend = doctor_kernels.check_kernels()
+    assert (cuda.status, cuda.message) == ("skipped", "not built: no nvcc was found")
+    assert ascend.status == "skipped" and "ASCEND_HOME_PATH is not set" in ascend.message
+    monkeypatch.setattr(doctor_kernels.cuda, "find_nvcc", lambda: "/opt/nvcc")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    _, cuda, ascend = doctor_kernels.check_kernels()
+    assert cuda.status == "warning" and "MS_ZERO_BUILD_CUDA=1" in cuda.fix
+    assert ascend.status == "warning" and "MS_ZERO_BUILD_ASCEND=1" in ascend.fix
+    monkeypatch.setattr(doctor_kernels.cuda, "find_cuda_library", lambda: tmp_path / "lib.so")
+    assert "sm_80, sm_90" in doctor_kernels.check_kernels()[1].message

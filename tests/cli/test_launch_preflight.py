@@ -1,12 +1,22 @@
 """Checks before the start: each refusal says what to change."""
 
+import io
 import socket
 import threading
 
 import pytest
 
+from ms_zero import native
 from ms_zero.cli import launch_preflight
-from ms_zero.cli.launch_preflight import Cluster, check_cluster, check_memory, check_output_dir, resolve
+from ms_zero.cli.launch_console import Console
+from ms_zero.cli.launch_preflight import (
+    Cluster,
+    check_cluster,
+    check_kernels,
+    check_memory,
+    check_output_dir,
+    resolve,
+)
 from ms_zero.errors import UserError
 
 
@@ -96,3 +106,18 @@ def test_more_workers_than_the_memory_holds_are_refused():
     check_memory(2)
     with pytest.raises(UserError, match=r"1000000 here need more than the \d+ GiB .* at most \d+ here"):
         check_memory(1_000_000)
+
+
+def test_the_kernels_are_built_only_for_runs_that_use_them(monkeypatch):
+    shown = io.StringIO()
+
+    def build(announce):
+        announce("building")
+        raise UserError("no compiler")
+
+    monkeypatch.setattr(native, "ensure_built", build)
+    check_kernels("Ascend", "native", Console(shown))
+    check_kernels("CPU", "portable", Console(shown))
+    with pytest.raises(UserError, match="no compiler"):
+        check_kernels("CPU", "native", Console(shown))
+    assert shown.getvalue() == "ms-zero: building\n"
