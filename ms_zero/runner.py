@@ -148,6 +148,8 @@ class _Session:
             f"{train.global_batch_size} samples a step: micro batch {train.micro_batch_size} x accumulation "
             f"{train.accumulation_steps} x data-parallel degree {self.trainer.num_replicas}"
         )
+        for note in self.trainer.engine.notes:
+            self.monitor.message(note)
         for warning in loaded.warnings:
             self.monitor.message(f"warning: {warning}")
 

@@ -112,6 +112,8 @@ class Trainer:
                 batch.document_starts,
                 weight=1.0 / max(1, num_tokens),
                 last=index == len(microbatches) - 1,
+                step=self.progress.step,
+                sample_numbers=batch.sample_numbers.tolist(),
             )
         summary = self.engine.reduce()
         on_gradient()

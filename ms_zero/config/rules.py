@@ -257,6 +257,11 @@ def _check_nvme_path(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "offload.nvme_path", "missing; offload.optimizer is nvme, so name a folder on a local disk"
 
 
+def _check_budget(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["memory.recompute"] == "budget" and facts.values["memory.budget_gb"] is None:
+        yield "memory.budget_gb", "missing; memory.recompute is budget, so say how many GB"
+
+
 def _check_dtypes(facts: Facts) -> Iterator[tuple[str, str]]:
     names = {name: facts.values[f"precision.{name}"] for name in ("param", "compute", "reduce", "accumulate")}
     if names["compute"] == "fp32" != names["param"]:
@@ -586,6 +591,15 @@ _PARALLEL_RULES = (
     ),
 )
 _PRECISION_RULES = (
+    Rule(
+        "MZ068",
+        "A budget says how much",
+        "error",
+        "Recompute by budget picks the least recompute that keeps activations within memory.budget_gb.",
+        "Set memory.budget_gb, or choose another memory.recompute.",
+        ("memory.recompute", "memory.budget_gb"),
+        _check_budget,
+    ),
     Rule(
         "MZ065",
         "The dtypes fit each other",

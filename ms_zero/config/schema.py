@@ -98,6 +98,12 @@ class GPTConfig:
     norm_eps: float = key("Epsilon of LayerNorm.", default=1e-5, above=0, below=1)
     init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
     tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=True)
+    dropout: float = key(
+        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
+        default=0.0,
+        minimum=0,
+        below=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +134,12 @@ class LlamaConfig:
     norm_eps: float = key("Epsilon of RMSNorm.", default=1e-5, above=0, below=1)
     init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
     tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=False)
+    dropout: float = key(
+        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
+        default=0.0,
+        minimum=0,
+        below=1,
+    )
     rope_theta: float = key("Base of the rotary frequencies.", default=10000.0, minimum=1, maximum=1e12)
     rope_scaling: RopeScaling | None = key("Llama-3 scaling of rotary frequencies, or null.", default=None)  # noqa: RUF009
     qkv_bias: bool = key("Whether query, key and value projections have a bias (Qwen2).", default=False)
@@ -385,6 +397,36 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is kept between forward and backward."""
+
+    recompute: Literal["none", "full", "every_k", "sqrt", "selective", "budget"] = key(
+        "Blocks that run forward again in backward: full: all; every_k: each recompute_every-th; sqrt: all, "
+        "in segments; selective: their attention only; budget: as few as fit budget_gb.",
+        default="none",
+    )
+    recompute_every: int = _count(
+        "Recompute one block of this many.", default=2, used_when=("recompute", ("every_k",))
+    )
+    budget_gb: float | None = key(
+        "Activations that the blocks of a rank may keep, in GB (1e9 bytes).",
+        default=None,
+        above=0,
+        maximum=1e6,
+        used_when=("recompute", ("budget",)),
+    )
+    activations: Literal["device", "host", "int8", "int8_host"] = key(
+        "Where and how what is kept waits for backward: in host memory, in 8 bits (inexact), or both.",
+        default="device",
+    )
+    cells: str = key(
+        "Cells whose activations wait that way: a pattern of paths with * and ?; `blocks` means every block.",
+        default="blocks",
+        used_when=("activations", ("host", "int8", "int8_host")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """What leaves the device."""
 
@@ -461,6 +503,7 @@ class RunConfig:
     optim: OptimConfig
     parallel: ParallelConfig
     precision: PrecisionConfig
+    memory: MemoryConfig
     offload: OffloadConfig
     checkpoint: CheckpointConfig
     monitor: MonitorConfig
@@ -476,6 +519,7 @@ SECTIONS: Final[Mapping[str, type]] = {
     "optim": OptimConfig,
     "parallel": ParallelConfig,
     "precision": PrecisionConfig,
+    "memory": MemoryConfig,
     "offload": OffloadConfig,
     "checkpoint": CheckpointConfig,
     "monitor": MonitorConfig,

@@ -2,6 +2,7 @@
 
 import socket
 
+import mindspore as ms
 from mindspore import nn
 
 from ms_zero import models
@@ -9,8 +10,11 @@ from ms_zero._compat import device_target
 from ms_zero.comm import Communicator, ProcessMesh
 from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, PrecisionConfig, RunConfig
 from ms_zero.data import DocumentResets
+from ms_zero.memory import apply_recompute, compress_activations, offload_activations
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
+from ms_zero.plan.saved import Split, block_of, bytes_by_kind
+from ms_zero.plan.shapes import from_config
 from ms_zero.precision.autocast import apply as autocast
 from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
@@ -30,7 +34,9 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
     """Build the model with its initial values, shard its training state and return the engine."""
     model = build_model(config.model)
+    notes = apply_memory(config, model)
     policy = build_policy(config.precision)
+    notes += describe_sharding(config, policy)
     autocast(model, policy, device_target())
     sharded = build_sharded(config, model, policy, pmesh)
     states = build_states(config, sharded, pmesh.comm)
@@ -41,7 +47,23 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
         comm=pmesh.comm,
         group=pmesh.group(*DATA_AXES),
         resets=build_resets(config.data),
+        seed=config.train.seed,
+        notes=notes,
     )
+
+
+def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
+    """What is where, in lines for the log."""
+    parallel, offload = config.parallel, config.offload
+    parts = ("optimizer state", "gradients", "weights")[: parallel.zero_stage]
+    lines = [
+        f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
+        f"{parallel.dp_shard} ranks, {parallel.dp_replicate} replicas of that",
+        policy.describe(config.hardware.target),
+    ]
+    if offload.optimizer != "none":
+        lines.append(f"offload: {offload.fraction:.0%} of the optimizer state on {offload.optimizer}")
+    return lines
 
 
 def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: ProcessMesh) -> Sharded:
@@ -70,6 +92,40 @@ def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: Proc
         scaler=build_scaler(config.precision),
         wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
     )
+
+
+def apply_memory(config: RunConfig, model: nn.Cell) -> list[str]:
+    """Recompute, offload and compression of activations; what was done, in lines for the log."""
+    memory = config.memory
+    applied = apply_recompute(
+        model,
+        memory.recompute,
+        every=memory.recompute_every if memory.recompute == "every_k" else None,
+        budget_bytes=None if memory.budget_gb is None else memory.budget_gb * 1e9,
+        bytes_of=kept_bytes(config).__getitem__,
+    )
+    cells = None if memory.cells == "blocks" else memory.cells
+    if memory.activations == "host":
+        offload_activations(model, cells=cells)
+    elif memory.activations != "device":
+        compress_activations(model, cells=cells, offload=memory.activations == "int8_host")
+    return [applied.text] if memory.recompute != "none" else []
+
+
+def kept_bytes(config: RunConfig) -> dict[str, float]:
+    """Bytes that one block keeps of a microbatch, by kind of recompute."""
+    shape = from_config(config.model)
+    working = build_policy(config.precision).working(config.hardware.target)
+    split = Split(
+        batch=config.train.micro_batch_size,
+        seq_len=config.data.seq_len,
+        activation_bytes=4 if working.dtype == ms.float32 else 2,
+        dropout=config.model.dropout > 0,
+        rounded=working.grid is not None,
+    )
+    kernels_of = {"CPU": config.hardware.kernels, "Ascend": "ascend"}
+    implementation = kernels_of.get(config.hardware.target, "portable")
+    return bytes_by_kind(block_of(shape, next(shape.layers())), split, implementation=implementation)
 
 
 def build_policy(config: PrecisionConfig) -> Policy:

@@ -1,6 +1,7 @@
 """The eager recipe: a plain model, its shards and its optimizer on this rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from ms_zero._compat import no_grad, tape
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
+from ms_zero.models.dropout import DropoutState
 from ms_zero.optim.optimizer import Optimizer
 from ms_zero.recipes.state import gradient_shards, load_state, state_shards
 from ms_zero.zero.sharded import Sharded
@@ -41,6 +43,8 @@ class EagerEngine:
         comm: Communicator,
         group: Group,
         resets: DocumentResets = NO_RESETS,
+        seed: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         """Join the parts.
 
@@ -51,8 +55,12 @@ class EagerEngine:
             comm: the communicator.
             group: the ranks that see different data.
             resets: what restarts where a document begins.
+            seed: of dropout.
+            notes: what the log should say about the parts.
         """
-        self.model = model
+        self.model, self.notes = model, tuple(notes)
+        self._dropout: DropoutState | None = getattr(model, "dropout_state", None)
+        self._seed = seed
         self.sharded = sharded
         self.optimizer = optimizer
         self._comm, self._group, self._resets = comm, group, resets
@@ -67,6 +75,8 @@ class EagerEngine:
         *,
         weight: float,
         last: bool,
+        step: int = 0,
+        sample_numbers: Sequence[int] = (),
     ) -> None:
         """Add one microbatch to the gradient of the step.
 
@@ -77,7 +87,10 @@ class EagerEngine:
             weight: factor on the summed token loss, the same for all ranks and microbatches of a step
                 (one over the global number of valid tokens).
             last: True for the last microbatch of the step; reductions end in its backward.
+            step: attempted steps before this one; a model with dropout needs it, and the next.
+            sample_numbers: of the rows.
         """
+        self._set_position(step, sample_numbers)
         with tape():
             loss = self._loss(input_ids, labels, document_starts)
         self.sharded.backward(loss, weight=weight, last=last)
@@ -103,8 +116,15 @@ class EagerEngine:
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
         """Summed token loss of one batch without gradients, in nats."""
-        with no_grad():
+        with no_grad(), self._without_dropout():
             return float(self._loss(input_ids, labels, document_starts).asnumpy())
+
+    def _set_position(self, step: int, sample_numbers: Sequence[int]) -> None:
+        if self._dropout is not None:
+            self._dropout.set_position(seed=self._seed, step=step, sample_numbers=sample_numbers)
+
+    def _without_dropout(self) -> AbstractContextManager:
+        return nullcontext() if self._dropout is None else self._dropout.off()
 
     def _loss(self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None) -> Tensor:
         arguments = self._resets.arguments(document_starts)

@@ -193,7 +193,9 @@ def _train_reference(job: dict, steps: int, gradient_step: int) -> tuple[list[fl
     initialise(model, config.train.seed)
     loader = load_data(config).train_loader(config.train.seed)
     schedule, resets = build_schedule(config), build_resets(config.data)
-    run = ReferenceRun(model, loader, schedule, config.optim, decay_names(model), resets)
+    run = ReferenceRun(
+        model, loader, schedule, config.optim, decay_names(model), resets, config.train.seed
+    )
     losses, norms = [], []
     for step, made in enumerate(run.steps(steps, build_batch_schedule(config.train)), start=1):
         losses.append(made.loss)

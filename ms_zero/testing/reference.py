@@ -44,8 +44,10 @@ class ReferenceRun:
         optim: OptimConfig,
         decayed: set[str],
         resets: DocumentResets = NO_RESETS,
+        seed: int = 0,
     ) -> None:
-        """Join the parts; ``model`` has its initial values, ``decayed`` names what decays."""
+        """Join the parts; ``model`` has its initial values, ``decayed`` names what decays; dropout's seed."""
+        self._seed = seed
         self.model = model
         self._loader, self._schedule, self._optim, self._decayed = loader, schedule, optim, decayed
         self._trainable = [p for p in model.get_parameters() if p.requires_grad]
@@ -72,7 +74,14 @@ class ReferenceRun:
         """Current parameters by logical name."""
         return {name: param.asnumpy().copy() for name, param in self.model.parameters_and_names()}
 
+    def _set_dropout_position(self, batch: Batch) -> None:
+        state = getattr(self.model, "dropout_state", None)
+        if state is not None:
+            numbers = batch.sample_numbers.tolist()
+            state.set_position(seed=self._seed, step=self._num_steps, sample_numbers=numbers)
+
     def _loss_and_grads(self, batch: Batch) -> tuple[float, list[np.ndarray]]:
+        self._set_dropout_position(batch)
         valid = max(1, int((batch.labels != IGNORED_LABEL).sum()))
 
         arguments = self._resets.arguments(batch.document_starts)

@@ -10,7 +10,8 @@ Roles of the tensors a Parameter shows:
 Events come from cell hooks, in the order of execution: before forward (open, gather what the next unit
 needs), after forward (close), before backward (open again), after backward (close; the unit's gradients are
 complete). A cell that is recomputed runs its second forward between the last two, with the weights of that
-window.
+window; when several units are recomputed as one, each opens in the second forward and stays open until its
+backward has ended.
 
 A unit of several cells stays open from its first to its last one. What is gathered ahead is what the pass
 before opened next; the first pass gathers on demand.
@@ -115,6 +116,7 @@ class Windows:
         self._on_unit_end = on_unit_end
         self._next = {"forward": {}, "backward": {}}  # unit -> the one opened after it
         self._last_opened: int | None = None
+        self._in_backward = False
         for unit in self._units:
             for cell in unit.cells:
                 self._register(unit, cell)
@@ -128,6 +130,7 @@ class Windows:
             unit.gathers.clear()
             self._close(unit)
         self._last_opened = None
+        self._in_backward = False
 
     def open_bytes(self) -> int:
         """Bytes of parameters that exist only because windows are open or being opened."""
@@ -140,6 +143,7 @@ class Windows:
         cell.register_backward_hook(lambda *_: self._after_backward(unit))
 
     def _before(self, unit: Unit, phase: str) -> None:
+        self._in_backward |= phase == "backward"
         self._open(unit)
         follows = self._next[phase]
         if self._last_opened is not None and self._last_opened != unit.number:
@@ -166,7 +170,7 @@ class Windows:
 
     def _end_forward_window(self, unit: Unit) -> None:
         unit.ran.clear()
-        if self._reshard_after_forward or not is_recording():
+        if not is_recording() or (self._reshard_after_forward and not self._in_backward):
             self._close(unit)
 
     def _after_backward(self, unit: Unit) -> None:
