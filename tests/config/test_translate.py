@@ -1,6 +1,7 @@
 """What holds for every translation, shown on an example file of each kind and on files of other versions."""
 
-from dataclasses import fields
+import random
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,28 @@ def test_an_unknown_key_is_told_with_its_line_and_the_nearest_one(write, tool):
     }[tool]
     (unknown,) = [note for note in translate_file(tool, write(typo[0])).notes if note.fate == "unknown"]
     assert unknown.where.endswith("run.yaml:3") and typo[1] in unknown.reason
+
+
+HOSTILE = [None, True, False, 0, 1, -1, 2.5, 1e308, 10**30, "auto", "x", "", "nan", "bf16"]
+HOSTILE += [[], [1], ["a", {}], {}]
+READING = {"MZ002", "MZ004", "MZ005", "MZ006", "MZ010", "MZ014", "MZ016"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_values_that_make_no_sense_are_told_and_never_written(path, write):
+    tool = TOOLS[tool_of(path)]
+    source = tool.read(path, 16)
+    choose = random.Random(path.name)
+    for _ in range(20):
+        leaves = dict(source.leaves)
+        for name in choose.sample(list(leaves), min(len(leaves), choose.randint(1, 6))):
+            value = choose.choice(HOSTILE)
+            leaves[name] = [str(value)] * choose.randint(0, 2) if tool_of(path) == "megatron" else value
+        try:
+            translation = tool.translate(replace(source, leaves=leaves))
+        except UserError:
+            continue
+        told = {note.source for note in translation.notes}
+        assert {name for name in leaves if not name.startswith("train_dataset_task.")} <= told
+        checked = check_config(write(render_run_file(translation, path.name)))
+        assert [str(finding) for finding in checked.findings if finding.rule in READING] == []

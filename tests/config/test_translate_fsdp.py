@@ -122,4 +122,10 @@ def test_keys_keep_the_names_of_the_file(translate):
 )
 def test_a_value_that_nobody_knows_is_told(translate, text):
     translation = translate(text)
-    assert translation.values == {} and [note.fate for note in translation.notes] == ["untranslatable"]
+    assert set(translation.values) <= {"parallel"}  # full sharding is what FSDP does by default
+    assert [note.fate for note in translation.notes if note.fate != "default"] == ["untranslatable"]
+
+
+def test_full_sharding_is_the_default_of_fsdp(translate):
+    assert translate("backward_prefetch: BACKWARD_PRE").values["parallel"] == {"zero_stage": 3, "prefetch": 1}
+    assert "parallel" not in translate("{distributed_type: MULTI_GPU, mixed_precision: bf16}").values

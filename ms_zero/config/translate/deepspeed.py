@@ -379,9 +379,9 @@ _SCHEDULER_PARAMS = (
 
 
 def _scheduler(notes: RunNotes) -> None:
-    kind = notes.get("scheduler.type")
     if not notes.has("scheduler.type"):
         return
+    kind = str(notes.get("scheduler.type"))
     if kind not in SCHEDULES:
         notes.drop("scheduler.type", f"{show(kind)} is not offered; see optim.schedule")
         for source in [item for item in notes.left() if item.startswith("scheduler.")]:

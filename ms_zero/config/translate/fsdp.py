@@ -23,7 +23,7 @@ _STRATEGIES: Mapping[str, tuple[int, bool | None, bool]] = {  # stage, reshard a
     "HYBRID_SHARD": (3, True, True),
     "HYBRID_SHARD_ZERO2": (3, False, True),
 }
-_NUMBERED = dict(enumerate(_STRATEGIES, start=1))
+_NUMBERED = {str(number): name for number, name in enumerate(_STRATEGIES, start=1)}
 _LAUNCH = "how workers are started is told to 'ms-zero launch'"
 _BUILT = "every rank builds only its shards, from one seed"
 _INIT = "initial values depend on the seed alone, so ranks need not send them"
@@ -171,10 +171,8 @@ def translate_fsdp(source: Source) -> Translation:
     _offload(notes)
     _prefetch(notes)
     if notes.has("activation_checkpointing"):
-        on = _truth(notes.get("activation_checkpointing"))
-        notes.put(
-            "activation_checkpointing", "memory.recompute", "full" if on else "none", "per wrapped block"
-        )
+        source, kinds = "activation_checkpointing", {True: "full", False: "none"}
+        put(notes, source, "memory.recompute", lambda on: kinds[_truth(on)], "per wrapped block")
     apply(notes, {**_OPTIONS, **_LAUNCHER}, _OTHER_SECTIONS)
     for name in [name for name in notes.left() if name.startswith("tpu_")]:
         notes.drop(name, _LAUNCH)
@@ -245,14 +243,13 @@ def _ignored(notes: _Options, version: int) -> None:
 def _sharding(notes: _Options, version: int, workers: int | None) -> None:
     if notes.has("sharding_strategy"):
         given = notes.get("sharding_strategy")
-        name = (
-            _NUMBERED.get(given)
-            or _NUMBERED.get(int(given) if str(given).isdigit() else 0)
-            or str(given).upper()
-        )
+        name = _NUMBERED.get(str(given)) or str(given).upper()
         _strategy(notes, "sharding_strategy", name.lstrip("_"))
     if notes.has("reshard_after_forward"):
         _reshard(notes, version)
+    told = {"sharding_strategy", "reshard_after_forward", "fsdp"} & notes.leaves.keys()
+    if not told and notes.get("distributed_type", "FSDP") == "FSDP":
+        notes.default("sharding_strategy", "parallel.zero_stage", 3, "not given: FULL_SHARD")
     _mesh(notes)
     strategy = str(notes.get("sharding_strategy", "")) + str(notes.get("fsdp", ""))
     if "HYBRID" in strategy.upper() and notes.value("parallel.dp_shard") is None:
@@ -291,8 +288,10 @@ def _reshard(notes: _Options, version: int) -> None:
         notes.default("reshard_after_forward", "parallel.zero_stage", 3, "fully_shard shards weights")
     elif version == 1 and "sharding_strategy" in notes.leaves:
         notes.ignored("reshard_after_forward", "FSDP1 reads sharding_strategy instead")
+    elif isinstance(given, bool):
+        _strategy(notes, "reshard_after_forward", "FULL_SHARD" if given else "SHARD_GRAD_OP")
     else:
-        _strategy(notes, "reshard_after_forward", "FULL_SHARD" if _truth(given) else "SHARD_GRAD_OP")
+        notes.drop("reshard_after_forward", f"{show(given)} is not true or false")
 
 
 def _mesh(notes: _Options) -> None:

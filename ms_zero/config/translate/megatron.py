@@ -308,10 +308,13 @@ def _parallel(notes: RunNotes) -> None:
     fsdp = next((n for n in ("--use-megatron-fsdp", "--use-custom-fsdp") if notes.has(n)), None)
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if fsdp is not None:
-        kind = notes.get(strategy, "no_shard")
-        notes.put(fsdp, "parallel.zero_stage", stages.get(kind, 0), f"{strategy} {kind}")
+        kind = str(notes.get(strategy, "no_shard"))
+        if kind in stages:
+            notes.put(fsdp, "parallel.zero_stage", stages[kind], f"{strategy} {kind}")
+        else:
+            notes.drop(fsdp, f"{show(kind)} is not a strategy: {', '.join(stages)}")
         if notes.has(strategy):
-            notes.same(strategy, f"told by {fsdp}")
+            notes.same(strategy, f"told with {fsdp}")
     elif notes.has(strategy):
         notes.ignored(strategy, "only read with --use-megatron-fsdp")
     if notes.has("--use-torch-fsdp2"):
@@ -334,22 +337,20 @@ def _overlap(notes: RunNotes, sharded: bool) -> None:
         else:
             notes.ignored("--overlap-param-gather", "only read with --use-distributed-optimizer")
     for name in ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"):
-        if not notes.has(name):
-            continue
-        layers, stages = notes.get("--num-layers"), notes.get("--pipeline-model-parallel-size", 1)
-        chunks = notes.get(name)
-        if "per-virtual" in name:
-            whole = (
-                isinstance(layers, int)
-                and isinstance(chunks, int)
-                and chunks
-                and layers % (stages * chunks) == 0
-            )
-            chunks = layers // (stages * chunks) if whole else None
-        if chunks is None:
-            notes.drop(name, "needs --num-layers, divisible by stages x layers per virtual stage")
-        else:
-            notes.put(name, "parallel.virtual_stages", chunks)
+        if notes.has(name):
+            _virtual_stages(notes, name)
+
+
+def _virtual_stages(notes: RunNotes, name: str) -> None:
+    layers, stages = notes.get("--num-layers"), notes.get("--pipeline-model-parallel-size", 1)
+    chunks = notes.get(name)
+    counts = all(isinstance(number, int) and number > 0 for number in (layers, stages, chunks))
+    if "per-virtual" not in name:
+        put(notes, name, "parallel.virtual_stages", integer)
+    elif counts and layers % (stages * chunks) == 0:
+        notes.put(name, "parallel.virtual_stages", layers // (stages * chunks))
+    else:
+        notes.drop(name, "needs --num-layers, divisible by stages x layers per virtual stage")
 
 
 def _precision(notes: RunNotes) -> None:

@@ -4,6 +4,7 @@ They differ in their top level: the one has `parallel_config` and `runner_config
 `training`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -110,7 +111,7 @@ def _parallelism(notes: RunNotes, workers: int | None) -> None:
             _replicas(notes, shard, workers)
     policy, stages = f"{at}reshard_after_forward_policy", notes.get(f"{at}pipeline_parallel", 1)
     given = notes.get(policy, "default")
-    reshard = {"always": True, "never": False, "default": stages == 1}.get(given)
+    reshard = {"always": True, "never": False, "default": stages == 1}.get(str(given))
     if notes.has(policy):
         if reshard is None:
             notes.drop(policy, f"{show(given)} is not always, never or default")
@@ -152,7 +153,7 @@ def _recompute_pynative(notes: RunNotes) -> None:
                 "recompute.mode", "only some blocks recompute; see memory.recompute and memory.budget_gb"
             )
         else:
-            notes.put("recompute.mode", "memory.recompute", {"select": "selective"}.get(mode, mode))
+            notes.put("recompute.mode", "memory.recompute", "selective" if mode == "select" else mode)
     for name, mode_of in (("full_recompute_layer", "full"), ("select_module", "select")):
         for source in [item for item in notes.left() if item.startswith(f"recompute.{name}")]:
             if mode != mode_of:
@@ -302,9 +303,9 @@ def _scaler(notes: RunNotes, scale: str) -> None:
 
 
 def _schedule(notes: RunNotes, section: str) -> None:
-    kind = notes.get(f"{section}.type")
     if not notes.has(f"{section}.type"):
         return
+    kind = str(notes.get(f"{section}.type"))
     if kind not in SCHEDULES:
         for source in [item for item in notes.left() if item.startswith(f"{section}.")]:
             notes.drop(source, f"{show(kind)} is not offered; see optim.schedule")
@@ -372,7 +373,8 @@ def _tail(notes: RunNotes, section: str) -> None:
         source = f"{section}.{name}"
         if not notes.has(source):
             continue
-        if not isinstance(begin, int | float) or not isinstance(total, int):
+        finite = isinstance(begin, int | float) and not isinstance(begin, bool) and math.isfinite(begin)
+        if not finite or not isinstance(total, int):
             notes.drop(source, "needs train.steps: set optim.decay_steps to the steps from there to the end")
         else:
             first = begin if name == "decay_start_steps" else int(begin * total)
@@ -477,14 +479,17 @@ def _swiglu_width(notes: RunNotes, at: str, family: str) -> None:
         put(notes, f"{at}intermediate_size", "model.ffn_hidden_size", integer)
         for source in sources:
             notes.ignored(source, "intermediate_size is given")
-    elif sources and family == "llama" and isinstance(width, int) and isinstance(multiple, int):
-        inner = int(8 * width / 3)
-        inner = int((factor or 1.0) * inner)
+    elif sources and family == "llama" and all(map(_positive, (width, multiple, factor or 1))):
+        inner = int((factor or 1.0) * int(8 * width / 3))
         inner = multiple * -(-inner // multiple)
         for source in sources:
             notes.put(source, "model.ffn_hidden_size", inner, "8/3 of the width, rounded up")
     elif notes.has(f"{at}intermediate_size"):
         notes.same(f"{at}intermediate_size", "not set")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def _dtypes(notes: RunNotes, at: str) -> None:

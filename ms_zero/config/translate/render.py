@@ -23,6 +23,8 @@ def render_run_file(translation: Translation, title: str, includes: Sequence[str
     lines = [f"# Translated from {one_line(title)}."]
     if includes:
         lines += [f"include: {yaml_value(list(includes))}"]
+    elif not translation.values:
+        lines += ["train: {}"]  # a file of comments alone would be refused as empty
     origins = {note.target: note for note in translation.notes if note.fate in ("translated", "default")}
     for section, values in translation.values.items():
         lines += ["", f"{section}:", *_section(section, values, origins)]

@@ -194,7 +194,7 @@ class RunNotes(Notes):
         for path, switch in self._without_effect().items():
             source = self._from[path]
             self._notes = [note for note in self._notes if (note.source, note.target) != (source, path)]
-            reason = f"has no effect because {switch} is {self._values[switch]}"
+            reason = f"has no effect because {switch} is {self._switch(switch)}"
             self.note(source, "untranslatable", reason, path)
             del self._values[path]
         ordered = {path: self._values[path] for path in _schema_order(self._values)}
@@ -236,9 +236,14 @@ class RunNotes(Notes):
             if used_when is None:
                 continue
             switch = f"{section}.{used_when[0]}"
-            if switch in self._values and self._values[switch] not in used_when[1]:
+            value = self._switch(switch)
+            if value is not schema.AUTO and value not in used_when[1]:
                 found[path] = switch
         return found
+
+    def _switch(self, path: str) -> Any:
+        """The value that a run file with these values has for a key that decides about others."""
+        return self._values.get(path, self._key(path)[0].default)
 
 
 def _node(value: Any) -> Node:
