@@ -146,6 +146,25 @@ def test_leaf_and_block_outputs_are_on_the_grid_but_not_those_of_the_root():
     assert not on_grid(ends_outside(tensor(64)))
 
 
+@pytest.mark.parametrize("chosen", [GRID, HALF])
+def test_an_operator_of_ours_is_a_leaf_however_it_is_built(chosen):
+    class Scores(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.act, self.factor = kernels.GELU(), tensor(64)
+
+        def construct(self, x):
+            return self.act(x * self.factor)
+
+    root, seen = Scores(), []
+    assert list(root.act.cells())
+    apply(root, chosen, "CPU")
+    root.act.register_forward_pre_hook(lambda cell, args: seen.append(args[0]))
+    root(tensor(64))
+    assert seen[0].dtype == chosen.working("CPU").dtype
+    assert chosen is HALF or on_grid(seen[0])
+
+
 def test_a_single_leaf_as_root():
     cell = Scaled()
     apply(cell, GRID, "CPU")
