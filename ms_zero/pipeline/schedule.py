@@ -499,13 +499,6 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def execution_order(schedule: Schedule) -> list[Action]:
-    """All actions of all ranks in an order in which one worker alone could do them."""
-    order: list[Action] = []
-    _run(schedule, lambda action, ready: order.append(action) or 0)
-    return order
-
-
 def _run(
     schedule: Schedule,
     run: Callable[[Action, Any], Any],

@@ -104,7 +104,8 @@ def describe(layout: Layout) -> str:
 
 def time_lines(report: TimeReport) -> Iterator[str]:
     """A step by cause, and what follows from it."""
-    yield f"a step takes {report.step:.3f} s" + (" (pipeline simulated)" if report.simulated else "")
+    how = " (pipeline simulated)" if report.simulated and report.bubble else ""
+    yield f"a step takes {report.step:.3f} s{how}"
     for cause, seconds in report.causes().items():
         if seconds > 5e-4:
             yield f"  {cause:18s} {seconds:9.3f} s  {100 * seconds / report.step:5.1f}%"
@@ -118,8 +119,9 @@ def traffic_line(shape: ModelShape, layout: Layout, parameters: float) -> Iterat
     """What a device sends in a step, by axis; nothing where it is alone."""
     sent = {axis: size for axis, size in step_bytes(shape, layout, parameters).items() if size}
     if sent:
-        parts = ", ".join(f"{axis} {size / 1e9:.2f}" for axis, size in sent.items())
-        yield f"a device sends in a step, in GB: {parts}"
+        yield "a device sends in a step: " + ", ".join(
+            f"{axis} {size / 1e9:.3g} GB" for axis, size in sent.items()
+        )
 
 
 def memory_lines(report: MemoryReport, capacity: float | None) -> Iterator[str]:

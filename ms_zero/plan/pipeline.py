@@ -6,21 +6,13 @@ neighbouring ranks. Chunk c is on rank c % p. Transfers run beside computation.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ms_zero.pipeline.schedule import (
-    Action,
-    Schedule,
-    Timeline,
-    bubble_time,
-    build,
-    execution_order,
-    incoming,
-    simulate,
-)
+from ms_zero.pipeline.schedule import Schedule, Timeline, bubble_time, build, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +179,31 @@ def _compiled(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[_
     """The events of a schedule in an order that can be run through once.
 
     What is on the same rank waits for it anyway, so that of what an action needs only the stage before (or,
-    backward, after) it is written down.
+    backward, after) is written down. Built of numbers, because a search compiles long schedules.
     """
     schedule = build(name, ranks, microbatches, virtual)
-    order = execution_order(schedule)
-    numbers = {action: number for number, action in enumerate(order)}
-    events = []
-    for action in order:
-        step = {"F": -1, "B": 1}.get(action.kind, 0)
-        before = numbers.get(Action(action.kind, action.stage + step, action.microbatch), -1) if step else -1
-        row = "FBW".index(action.kind) * schedule.num_stages + action.stage
-        sends = incoming(schedule, action) is not None
-        events.append(_Event(schedule.placement[action.stage], row, before, sends))
+    stages, placement = schedule.num_stages, schedule.placement
+    number = [-1] * (3 * stages * microbatches)  # event of each action, by its code
+    events: list[_Event] = []
+    position, waiting, runnable = [0] * ranks, {}, deque(range(ranks))
+    while runnable:
+        rank = runnable.popleft()
+        order = schedule.orders[rank]
+        while position[rank] < len(order):
+            kind, stage, microbatch = order[position[rank]]
+            row = _ROWS[kind] * stages + stage
+            step = _STEPS[kind]
+            before = (row + step) * microbatches + microbatch if step and 0 <= stage + step < stages else -1
+            if before >= 0 and number[before] < 0:
+                waiting[before] = rank
+                break
+            sends = before >= 0 and placement[stage + step] != rank
+            code = row * microbatches + microbatch
+            number[code] = len(events)
+            events.append(_Event(rank, row, number[before] if before >= 0 else -1, sends))
+            position[rank] += 1
+            if code in waiting:
+                runnable.append(waiting.pop(code))
     return tuple(events)
 
 
@@ -223,5 +228,8 @@ def _run(
     return max(free)
 
 
+# Row of each kind in the table of times, and where what it needs comes from.
+_ROWS = {"F": 0, "B": 1, "W": 2}
+_STEPS = {"F": -1, "B": 1, "W": 0}
 # Rounds of p microbatches after which every schedule is in its steady state.
 _SIMULATED_ROUNDS = 3

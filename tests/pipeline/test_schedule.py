@@ -16,7 +16,6 @@ from ms_zero.pipeline.schedule import (
     build,
     check,
     dependencies,
-    execution_order,
     in_flight_bound,
     peak_in_flight,
     read_csv,
@@ -193,17 +192,6 @@ def test_any_order_that_respects_dependencies_is_accepted():
         }
         for action, end in finish.items():
             assert all(finish[other] <= end - 1 for other in dependencies(action, schedule.num_stages))
-
-
-def test_one_worker_can_do_the_execution_order():
-    schedule = build("interleaved", 3, 6, 2)
-    order = execution_order(schedule)
-    assert sorted(order) == sorted(action for rank in schedule.orders for action in rank)
-    position = {action: number for number, action in enumerate(order)}
-    for action in order:
-        assert all(position[other] < position[action] for other in dependencies(action, 6))
-    for rank in schedule.orders:
-        assert sorted(rank, key=position.__getitem__) == list(rank)
 
 
 def swapped(schedule, rank, first, second):
