@@ -21,9 +21,7 @@ from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
 from ms_zero.mesh import Mesh
 from ms_zero.pipeline import schedule
-from ms_zero.plan import traffic, update
-from ms_zero.plan.activations import PUBLISHED as PUBLISHED_KEPT
-from ms_zero.plan.activations import layer_activations
+from ms_zero.plan import traffic, update, zero
 from ms_zero.plan.flops import selective_overhead, shape_flops
 from ms_zero.plan.layout import FP32, MIXED, MIXED_FP32_GRADIENTS, Layout, Precision, in_flight
 from ms_zero.plan.memory import state_bytes
@@ -31,6 +29,7 @@ from ms_zero.plan.models import load_model
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.planner import Request, make_plan
 from ms_zero.plan.published import ASCEND_ROWS, predict
+from ms_zero.plan.saved import Split, block_bytes, block_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ON_ASCEND = ("hardware.target=Ascend", "hardware.device=ascend-910b2")
@@ -96,8 +95,9 @@ def zero_checks() -> Iterator[Check]:
             got = states_gb(1, 8, stage, precision)
             yield Check("bytes per parameter", f"{name} N=8 stage {stage}", got, expected, 1e-9)
     for stage, expected in enumerate((2, 2, 2, 3)):
-        got = traffic.data_parallel(1.0, 2**40, stage)
-        yield Check("communication", f"stage {stage}, elements per parameter", got, expected, 1e-6)
+        passes = zero.step_traffic(stage, microbatches=1)
+        got = passes.weight_gathers + passes.gradient_scatters + passes.gradient_gathers
+        yield Check("communication", f"stage {stage}, elements per parameter", got, expected)
 
 
 def founding_checks() -> Iterator[Check]:
@@ -125,30 +125,34 @@ def founding_checks() -> Iterator[Check]:
 # Activations: Korthikanti et al.
 
 
-def sbh(layout: Layout, kind: str = "none", model: str = "gpt3-175b") -> float:
-    """Bytes that a layer keeps, over s b h."""
-    shape = load_model(model)
-    kept = layer_activations(shape.blocks[0][1], shape.hidden_size, layout, PUBLISHED_KEPT)
-    return kept.kept(kind) / (layout.seq_len * shape.hidden_size)
+def sbh(kind: str, model: str = "gpt3-175b", **split: object) -> float:
+    """Bytes that a layer keeps with dropout on, over s b h."""
+    shape, s, b = load_model(model), 2048, 2
+    found = block_bytes(
+        block_of(shape, shape.blocks[0][1]),
+        Split(batch=b, seq_len=s, dropout=True, **split),
+        implementation="published",
+        recompute=kind,
+    )
+    return found / (s * b * shape.hidden_size)
 
 
 def activation_checks() -> Iterator[Check]:
     """The sums of table 2, what selective recompute saves, and the factor of interleaving."""
     core, t = 5 * 96 * 2048 / 12288, 8
-    plain = Layout(seq_len=2048, flash_attention=False)
-    tensor, sequence = plain.replace(tp=t), plain.replace(tp=t, sequence_parallel=True)
+    tensor, sequence = {"tp": t}, {"tp": t, "sequence_parallel": True}
     rows = (
-        ("none", plain, "none", 34 + core),
+        ("none", {}, "none", 34 + core),
         ("tp", tensor, "none", 10 + 24 / t + core / t),
         ("tp, sp", sequence, "none", (34 + core) / t),
         ("tp, selective", tensor, "selective", 10 + 24 / t),
         ("tp, sp, selective", sequence, "selective", 34 / t),
-        ("full", plain, "full", 2),
+        ("full", {}, "full", 2),
     )
-    for name, layout, kind, expected in rows:
-        yield Check("activations / sbh", name, sbh(layout, kind), expected, 1e-9)
+    for name, split, kind, expected in rows:
+        yield Check("activations / sbh", name, sbh(kind, **split), expected, 1e-9)
     for model, share in (("gpt3-175b", 0.70), ("megatron-529.6b", 0.65)):
-        saved = 1 - sbh(plain, "selective", model) / sbh(plain, "none", model)
+        saved = 1 - sbh("selective", model) / sbh("none", model)
         yield Check("selective recompute", f"{model}: share saved", saved, share, 0.005)
     for model, published, exact in (("gpt3-175b", 0.027, 0.009), ("megatron-529.6b", 0.016, 0.0055)):
         overhead = selective_overhead(load_model(model), 2048)

@@ -25,6 +25,7 @@ class Precision:
         activation: activations and their gradients, also on the wire.
         reduce: gradients on the wire.
         logits: logits and their gradient.
+        rounded: whether activations are fp32 rounded to the values of bf16 (bf16 on a CPU).
 
     """
 
@@ -36,6 +37,7 @@ class Precision:
     activation: int = 2
     reduce: int = 2
     logits: int = 4
+    rounded: bool = False
 
     @property
     def bytes_per_parameter(self) -> int:

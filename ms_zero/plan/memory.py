@@ -18,7 +18,6 @@ from typing import NamedTuple
 from ms_zero.errors import UserError
 from ms_zero.plan.activations import (
     FUSED,
-    Kept,
     LayerActivations,
     dispatch_bytes,
     layer_activations,
@@ -35,6 +34,7 @@ from ms_zero.plan.parameters import (
 from ms_zero.plan.recompute import RecomputePlan, plan_recompute
 from ms_zero.plan.report import MemoryReport, StageMemory
 from ms_zero.plan.shapes import LayerShape, ModelShape
+from ms_zero.plan.zero import HeldBytes, held_bytes
 
 RESERVE = 1.5e9
 """Bytes of an accelerator that runtime, kernels and collective libraries take: an assumption to calibrate."""
@@ -109,7 +109,7 @@ class MemoryModel:
         self,
         shape: ModelShape,
         *,
-        kept: Kept = FUSED,
+        kernels: str = FUSED,
         reserve: float = RESERVE,
         margin: float = MARGIN,
         imbalance: float = IMBALANCE,
@@ -119,7 +119,7 @@ class MemoryModel:
 
         Args:
             shape: the model.
-            kept: what the kernels keep for backward.
+            kernels: what computes, one of ``saved.IMPLEMENTATIONS``: it decides what is kept for backward.
             reserve: bytes of a device that the runtime takes.
             margin: share of activations and temporaries lost to fragmentation.
             imbalance: tokens of the busiest expert rank over the mean.
@@ -127,7 +127,7 @@ class MemoryModel:
 
         """
         calibration = calibration or Calibration()
-        self.shape, self.kept, self.margin, self.imbalance = shape, kept, margin, imbalance
+        self.shape, self.kernels, self.margin, self.imbalance = shape, kernels, margin, imbalance
         self.reserve = reserve if calibration.reserve is None else calibration.reserve
         self.dynamic_scale = calibration.dynamic_scale
         self._layers: list[LayerShape] = list(dict.fromkeys(layer for _, layer in shape.blocks))
@@ -160,7 +160,7 @@ class MemoryModel:
         assert layout.pp == 1
         stages, _ = self._stages_of(layout)
         layers, _ = self._chunk(layout, stages[0].chunks[0], 1)
-        return layers + saved_ends_bytes(self.shape, layout, self.kept)
+        return layers + saved_ends_bytes(self.shape, layout, self.kernels)
 
     def largest_seq_len(self, layout: Layout, capacity: float, step: int = 128) -> int:
         """The longest sequence, a multiple of ``step`` x tp x 2 cp, that fits; 0 when none does."""
@@ -324,7 +324,7 @@ class MemoryModel:
         """Logits of a microbatch, and the input and output of the last norm."""
         tokens = layout.micro_batch_size * layout.seq_len / layout.cp
         ends = 2 * tokens * self.shape.hidden_size * layout.precision.activation
-        return logits_bytes(self.shape.vocab_size, layout, self.kept) + ends
+        return logits_bytes(self.shape.vocab_size, layout) + ends
 
     def _buckets(self, layout: Layout, sizes: _Sizes) -> float:
         """Buffers of the reductions, the ring of context parallelism and the pipeline."""
@@ -352,7 +352,7 @@ class MemoryModel:
         key = (index, _flow_key(layout))
         if key not in self._activations:
             self._activations[key] = layer_activations(
-                self._layers[index], self.shape.hidden_size, layout, self.kept, imbalance=self.imbalance
+                self.shape, self._layers[index], layout, self.kernels, imbalance=self.imbalance
             )
         return self._activations[key]
 
@@ -368,7 +368,7 @@ def _flow_key(layout: Layout) -> tuple:
         layout.seq_len,
         layout.flash_attention,
         layout.precision.activation,
-        layout.precision.logits,
+        layout.precision.rounded,
     )
 
 
@@ -401,25 +401,38 @@ def state_bytes(
 
     ``dense`` and ``experts`` are the parameters of one device before data-parallel sharding.
     """
-    precision, hsdp = layout.precision, layout.hsdp_level
-    whole = dense + experts
-    shard = dense / layout.shard_degree + experts / layout.expert_shard_degree
-    states = shard if layout.zero_stage >= 1 or hsdp else whole
-    gradients = shard if _gradients_are_shards(layout) else whole
-    weights = precision.weight * (shard if layout.zero_stage == 3 or hsdp else whole)
+    of_dense = _held_bytes(layout, layout.shard_degree)
+    of_experts = _held_bytes(layout, layout.expert_shard_degree)
+    weights = dense * of_dense.weights + experts * of_experts.weights
+    master = dense * of_dense.master + experts * of_experts.master
+    moments = dense * of_dense.moments + experts * of_experts.moments
     away = layout.optimizer_offload
     device = {
         "weights": 0.0 if layout.parameter_offload else weights,
-        "gradients": precision.gradient * gradients,
-        "master": precision.master * states * (1 - away),
-        "moments": precision.moments * states * (1 - away),
+        "gradients": dense * of_dense.gradients + experts * of_experts.gradients,
+        "master": master * (1 - away),
+        "moments": moments * (1 - away),
     }
     host = {
         "weights": weights if layout.parameter_offload else 0.0,
-        "master": precision.master * states * away,
-        "moments": precision.moments * states * away,
+        "master": master * away,
+        "moments": moments * away,
     }
     return device, host if layout.offload_to == "cpu" else {"weights": host["weights"]}
+
+
+def _held_bytes(layout: Layout, degree: int) -> HeldBytes:
+    """Bytes per parameter of ``degree`` ranks; MindFormers' optimizer parallel shards all but gradients."""
+    precision = layout.precision
+    return held_bytes(
+        layout.zero_stage if layout.hsdp_level is None else 3,
+        degree,
+        weight=precision.weight,
+        gradient=precision.gradient,
+        master=precision.master,
+        moments=precision.moments,
+        synchronise=_gradients_are_shards(layout),
+    )
 
 
 def _gradients_are_shards(layout: Layout) -> bool:

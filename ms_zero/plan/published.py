@@ -112,7 +112,7 @@ def predict(row: Published) -> Predicted:
     """Predict one row with the published constants."""
     shape = load_model(row.model)
     time = TimeModel(shape, load_device(ASCEND_CLUSTER)).simulate(row.layout)
-    memory = MemoryModel(shape, kept=MINDFORMERS_KEPT).peak(row.layout)
+    memory = MemoryModel(shape, kernels=MINDFORMERS_KEPT).peak(row.layout)
     return Predicted(
         row=row, tokens_per_second_per_device=time.tokens_per_second_per_device, memory=memory
     )

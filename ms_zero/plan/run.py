@@ -57,12 +57,14 @@ def precision_of(config: PrecisionConfig, target: str) -> Precision:
         master=_BYTES["fp32"] if keeps_master else 0,
         activation=_BYTES["fp32" if emulated else config.compute],
         reduce=_BYTES[config.reduce],
+        rounded=emulated,
     )
 
 
 def memory_model_of(config: RunConfig, name: str, calibration: Calibration | None = None) -> MemoryModel:
     """The memory model of a run config; a CPU has no runtime reserve of its own."""
     target = config.hardware.target
-    kept, _ = kernels_of(target, precision_of(config.precision, target).activation)
+    kernels, _ = kernels_of(target, precision_of(config.precision, target).activation)
     reserve = 0.0 if target == "CPU" else RESERVE
-    return MemoryModel(from_config(config.model, name), kept=kept, reserve=reserve, calibration=calibration)
+    shape = from_config(config.model, name)
+    return MemoryModel(shape, kernels=kernels, reserve=reserve, calibration=calibration)

@@ -14,6 +14,11 @@ Implementations:
 - ``portable``: the kernels composed of MindSpore's operators, on CPU. An operator that reads a view (a
   reshaped tensor) keeps a copy of its own, hence three inputs of q, k and v.
 - ``ascend``: fused norms, activations and attention. From the documentation of the operators: not measured.
+- ``mindformers``: the same, but selective recompute also runs norms and activation functions again, as its
+  model cards configure it.
+
+Experts and latent attention (plan only) are counted for fused kernels: each copy of a token that an expert
+gets, before and after, and the inner tensors of its MLP.
 
 A count is of one microbatch on one rank, from a block's forward until its backward. Left out are weights,
 inputs of the model, constants, and what all blocks share (rotary tables, a document mask).
@@ -22,7 +27,7 @@ inputs of the model, constants, and what all blocks share (rotary tables, a docu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -36,8 +41,32 @@ _ACTIVATION = 0  # stands for Split.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The experts of a block.
+
+    Attributes:
+        num_experts: routed experts.
+        copies: copies of a token that experts of this rank get: top-k times the busiest rank's imbalance.
+        ffn_hidden_size: inner width of a routed expert.
+        shared_ffn_hidden_size: inner width of all shared experts.
+    """
+
+    num_experts: int
+    copies: float
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """What the count needs to know of one transformer block."""
+    """What the count needs to know of one transformer block.
+
+    Attributes:
+        value_head_dim: width of a value head; None: head_dim.
+        compressed_size: elements per token that latent attention keeps of its compressed vectors.
+        extra_norms: norms over hidden_size beyond two.
+        experts: in place of the MLP.
+    """
 
     hidden_size: int
     num_heads: int
@@ -47,6 +76,10 @@ class BlockShape:
     gated: bool = False
     rotary: bool = False
     qk_norm: bool = False
+    value_head_dim: int | None = None
+    compressed_size: int = 0
+    extra_norms: int = 0
+    experts: ExpertShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +89,8 @@ class Split:
     Attributes:
         batch: samples.
         seq_len: tokens that this rank computes (of a sample, or of its part under context parallelism).
-        tp: tensor-parallel degree.
+        keys: keys that a query meets; None: seq_len (more under context parallelism, fewer with a window).
+        tp: tensor-parallel degree; with fewer key-value heads than that each rank has one.
         sequence_parallel: whether what tensor parallelism leaves whole is split along the sequence.
         activation_bytes: per element of the activation dtype.
         dropout: whether dropout is on.
@@ -64,7 +98,8 @@ class Split:
     """
 
     batch: int
-    seq_len: int
+    seq_len: float
+    keys: int | None = None
     tp: int = 1
     sequence_parallel: bool = False
     activation_bytes: int = 2
@@ -82,7 +117,8 @@ class Saves:
         copies: how many equal ones.
         width: bytes per element; 0: that of the activation dtype.
         whole: whether tensor parallelism alone leaves it whole.
-        when: "dropout", "rounded", "qk_norm", "rotary" or "tables" (rotary, not in plain fp32): only then.
+        when: "dropout", "rounded", "qk_norm", "rotary", "latent", "norms" (more than two) or "tables"
+            (rotary, not in plain fp32): only then.
     """
 
     tensor: str
@@ -115,6 +151,7 @@ class Implementation:
     Attributes:
         plain: a block with LayerNorm and an MLP of two matrices.
         gated: a block with RMSNorm and a gated MLP.
+        experts: one with RMSNorm and experts.
         core_inputs: what selective recompute keeps in place of the core's tensors.
         block_input: what full recompute keeps.
         embedding, plain_norm, gated_norm, head, loss: outside of the blocks.
@@ -122,6 +159,7 @@ class Implementation:
 
     plain: tuple[Operator, ...]
     gated: tuple[Operator, ...]
+    experts: tuple[Operator, ...]
     core_inputs: Operator
     block_input: Operator
     embedding: Operator
@@ -150,19 +188,29 @@ class EdgeBytes:
     loss: float
 
 
-def block_of(shape: ModelShape, layer: LayerShape) -> BlockShape:
-    """The block of a layer with a dense MLP; one with experts or latent attention is not described here."""
-    assert layer.mlp is not None and layer.attention.latent is None, shape.name
-    attention = layer.attention
+def block_of(shape: ModelShape, layer: LayerShape, imbalance: float = 1.0) -> BlockShape:
+    """The block of a layer; ``imbalance``: tokens of the busiest expert rank over the mean."""
+    attention, latent, experts = layer.attention, layer.attention.latent, layer.experts
     return BlockShape(
         hidden_size=shape.hidden_size,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        ffn_hidden_size=layer.mlp.ffn_hidden_size,
-        gated=layer.mlp.gated,
-        rotary=not shape.learned_positions,
+        value_head_dim=None if latent is None else attention.value_head_dim,
+        ffn_hidden_size=0 if layer.mlp is None else layer.mlp.ffn_hidden_size,
+        gated=layer.mlp is None or layer.mlp.gated,
+        rotary=attention.rotary,
         qk_norm=attention.qk_norm != "none",
+        compressed_size=2 * (latent.q_rank + latent.kv_rank) + latent.rope_head_dim if latent else 0,
+        extra_norms=max(0, layer.norms - 2),
+        experts=None
+        if experts is None
+        else ExpertShape(
+            num_experts=experts.num_experts,
+            copies=experts.top_k * imbalance,
+            ffn_hidden_size=experts.ffn_hidden_size,
+            shared_ffn_hidden_size=experts.shared_ffn_hidden_size,
+        ),
     )
 
 
@@ -181,7 +229,7 @@ def block_tensors(
     if recompute == "full":
         operators: Sequence[Operator] = (found.block_input,)
     else:
-        operators = found.gated if block.gated else found.plain
+        operators = found.experts if block.experts else found.gated if block.gated else found.plain
         if recompute == "selective":
             operators = (*(op for op in operators if not op.core), found.core_inputs)
     dims, flags = _block_dims(block, split), _flags(block, split)
@@ -225,27 +273,40 @@ def _flags(block: BlockShape, split: Split) -> dict[str, bool]:
         "rounded": split.rounded,
         "rotary": block.rotary,
         "qk_norm": block.qk_norm,
+        "latent": block.compressed_size > 0,
+        "norms": block.extra_norms > 0,
         "tables": block.rotary and (split.rounded or split.activation_bytes < _FP32),
     }
 
 
-def _block_dims(block: BlockShape, split: Split) -> dict[str, int]:
+def _block_dims(block: BlockShape, split: Split) -> dict[str, float]:
+    experts = block.experts or ExpertShape(num_experts=0, copies=0, ffn_hidden_size=0)
+    value_head_dim = block.value_head_dim or block.head_dim
+    kv_heads = max(block.num_kv_heads, split.tp)
     return {
         "tokens": split.batch * split.seq_len,
         "seq": split.seq_len,
+        "keys": split.keys or split.seq_len,
         "hidden": block.hidden_size,
         "heads": block.num_heads,
         "q_size": block.num_heads * block.head_dim,
-        "kv_size": block.num_kv_heads * block.head_dim,
-        "kv_heads": block.num_kv_heads,
+        "k_size": kv_heads * block.head_dim,
+        "v_size": kv_heads * value_head_dim,
+        "context": block.num_heads * value_head_dim,
+        "kv_heads": kv_heads,
         "head_dim": block.head_dim,
         "ffn": block.ffn_hidden_size,
+        "compressed": block.compressed_size,
+        "norms": block.extra_norms,
+        "experts": experts.num_experts,
+        "copies": experts.copies,
+        "expert_ffn": experts.copies * experts.ffn_hidden_size + experts.shared_ffn_hidden_size,
         "eight": 8,
     }
 
 
 def _sizes(
-    operator: Operator, dims: dict[str, int], flags: dict[str, bool], split: Split
+    operator: Operator, dims: dict[str, float], flags: dict[str, bool], split: Split
 ) -> list[SavedBytes]:
     found = []
     for saves in operator.saves:
@@ -260,9 +321,11 @@ def _sizes(
 
 _HIDDEN = ("tokens", "hidden")
 _QUERY = ("tokens", "q_size")
-_KEY = ("tokens", "kv_size")
+_KEY = ("tokens", "k_size")
+_VALUE = ("tokens", "v_size")
+_CONTEXT = ("tokens", "context")
 _INNER = ("tokens", "ffn")
-_SCORES = ("tokens", "heads", "seq")
+_SCORES = ("tokens", "heads", "keys")
 _LOGITS = ("tokens", "vocab")
 
 
@@ -299,14 +362,26 @@ def _head_norms(numbers: int) -> Operator:
     )
 
 
-_QKV_TENSORS = (Saves("query", _QUERY), Saves("key", _KEY), Saves("value", _KEY))
+_QKV_TENSORS = (Saves("query", _QUERY), Saves("key", _KEY), Saves("value", _VALUE))
 _CORE_INPUTS = Operator("attention core", _QKV_TENSORS)
-_OUTPUT = (_reads("output projection", _QUERY), _mask("attention dropout"))
+_OUTPUT = (_reads("output projection", _CONTEXT), _mask("attention dropout"))
 _PLAIN_MLP = (_reads("mlp first"), _reads("gelu", _INNER), _reads("mlp second", _INNER), _mask("mlp dropout"))
 _GATED_MLP = (
     _reads("mlp first"),
     Operator("swiglu", (Saves("gate", _INNER), Saves("up", _INNER))),
     _reads("mlp second", _INNER),
+    _mask("mlp dropout"),
+)
+_EXPERT_MLP = (
+    _reads("mlp first"),
+    Operator("router", (_whole("probabilities", ("tokens", "experts"), 2, _FP32),)),
+    Operator(
+        "experts",
+        (
+            _whole("tokens in and out", ("tokens", "copies", "hidden"), 2),
+            Saves("gate, up and product", ("tokens", "expert_ffn"), 3),
+        ),
+    ),
     _mask("mlp dropout"),
 )
 _OUTSIDE = {
@@ -316,8 +391,15 @@ _OUTSIDE = {
     "head": _reads("head"),
 }
 
+_LATENT = Operator("latent attention", (_whole("compressed", ("tokens", "compressed"), when="latent"),))
+_MORE_NORMS = Operator(
+    "further norms", (_whole("input and output", ("tokens", "norms", "hidden"), 2, when="norms"),)
+)
+
 _PUBLISHED_ATTENTION = (
     _reads("qkv"),
+    _LATENT,
+    _MORE_NORMS,
     Operator("scores and values", _QKV_TENSORS),
     Operator("softmax", (Saves("output", _SCORES),), core=True),
     Operator(
@@ -330,6 +412,7 @@ _PUBLISHED_ATTENTION = (
 _PUBLISHED = Implementation(
     plain=(_reads("first norm"), *_PUBLISHED_ATTENTION, _reads("second norm"), *_PLAIN_MLP),
     gated=(_reads("first norm"), *_PUBLISHED_ATTENTION, _reads("second norm"), *_GATED_MLP),
+    experts=(_reads("first norm"), *_PUBLISHED_ATTENTION, _reads("second norm"), *_EXPERT_MLP),
     plain_norm=_reads("final norm"),
     gated_norm=_reads("final norm"),
     loss=Operator("loss", (Saves("logits", _LOGITS, width=_FP32),)),
@@ -338,23 +421,26 @@ _PUBLISHED = Implementation(
 
 _NATIVE_ATTENTION = (
     _reads("qkv"),
+    _LATENT,
+    _MORE_NORMS,
     Operator(
         "attention core", (*_QKV_TENSORS, Saves("log sums", ("tokens", "heads"), width=_FP32)), core=True
     ),
-    Operator("rounding", (Saves("weighted values", _QUERY, when="rounded"),)),
+    Operator("rounding", (Saves("weighted values", _CONTEXT, when="rounded"),)),
     *_OUTPUT,
 )
 _NATIVE_TABLES = Operator("rotary", (_whole("tables", ("seq", "head_dim"), 4, _FP32, when="tables"),))
+_NATIVE_GATED = (
+    _norm("first norm", 2),
+    _head_norms(2),
+    _NATIVE_TABLES,
+    *_NATIVE_ATTENTION,
+    _norm("second norm", 2),
+)
 _NATIVE = Implementation(
     plain=(_norm("first norm", 2), *_NATIVE_ATTENTION, _norm("second norm", 2), *_PLAIN_MLP),
-    gated=(
-        _norm("first norm", 2),
-        _head_norms(2),
-        _NATIVE_TABLES,
-        *_NATIVE_ATTENTION,
-        _norm("second norm", 2),
-        *_GATED_MLP,
-    ),
+    gated=(*_NATIVE_GATED, *_GATED_MLP),
+    experts=(*_NATIVE_GATED, *_EXPERT_MLP),
     plain_norm=_norm("final norm", 2),
     gated_norm=_norm("final norm", 2),
     loss=Operator(
@@ -398,8 +484,16 @@ _PORTABLE_QUERIES = (
 )
 _PORTABLE_ATTENTION = (
     _reads("qkv", copies=3),
+    _LATENT,
+    _MORE_NORMS,
     Operator("attention core", (*_QKV_TENSORS, Saves("probabilities", _SCORES)), core=True),
     *_OUTPUT,
+)
+_PORTABLE_GATED = (
+    _composed_norm("first norm"),
+    *_PORTABLE_QUERIES,
+    *_PORTABLE_ATTENTION,
+    _composed_norm("second norm"),
 )
 _PORTABLE = Implementation(
     plain=(
@@ -411,13 +505,15 @@ _PORTABLE = Implementation(
         *_PLAIN_MLP[2:],
     ),
     gated=(
-        _composed_norm("first norm"),
-        *_PORTABLE_QUERIES,
-        *_PORTABLE_ATTENTION,
-        _composed_norm("second norm"),
+        *_PORTABLE_GATED,
         _reads("mlp first", copies=2),
         Operator("swiglu", (Saves("factors", _INNER, 4),)),
         *_GATED_MLP[2:],
+    ),
+    experts=(
+        *_PORTABLE_GATED,
+        *_EXPERT_MLP,
+        Operator("expert factors", (Saves("factors", ("tokens", "expert_ffn"), 2),)),
     ),
     plain_norm=_composed_norm("final norm"),
     gated_norm=_composed_norm("final norm"),
@@ -434,6 +530,8 @@ _PORTABLE = Implementation(
 
 _ASCEND_ATTENTION = (
     _reads("qkv"),
+    _LATENT,
+    _MORE_NORMS,
     # FlashAttentionScore gives maximum and sum of each row eight times.
     Operator(
         "attention core",
@@ -442,21 +540,37 @@ _ASCEND_ATTENTION = (
     ),
     *_OUTPUT,
 )
+_ASCEND_GATED = (_norm("first norm", 1), _head_norms(1), *_ASCEND_ATTENTION, _norm("second norm", 1))
 _ASCEND = Implementation(
     plain=(_norm("first norm", 2), *_ASCEND_ATTENTION, _norm("second norm", 2), *_PLAIN_MLP),
-    gated=(
-        _norm("first norm", 1),
-        _head_norms(1),
-        *_ASCEND_ATTENTION,
-        _norm("second norm", 1),
-        *_GATED_MLP,
-    ),
+    gated=(*_ASCEND_GATED, *_GATED_MLP),
+    experts=(*_ASCEND_GATED, *_EXPERT_MLP),
     plain_norm=_norm("final norm", 2),
     gated_norm=_norm("final norm", 1),
     loss=Operator("loss", (Saves("log probabilities", _LOGITS, width=_FP32),)),
     **_OUTSIDE,
 )
 
+
+def _again(operators: tuple[Operator, ...], names: tuple[str, ...]) -> tuple[Operator, ...]:
+    """The same operators, those of these names run again by selective recompute as well."""
+    return tuple(replace(op, core=True) if op.name in names else op for op in operators)
+
+
+_CHEAP = ("qkv", "mlp first", "mlp second")  # what norms and activation functions give to matrices
+_MINDFORMERS = replace(
+    _ASCEND,
+    plain=_again(_ASCEND.plain, _CHEAP),
+    gated=_again(_ASCEND.gated, _CHEAP),
+    experts=_again(_ASCEND.experts, _CHEAP),
+)
+
 IMPLEMENTATIONS = MappingProxyType(
-    {"published": _PUBLISHED, "native": _NATIVE, "portable": _PORTABLE, "ascend": _ASCEND}
+    {
+        "published": _PUBLISHED,
+        "native": _NATIVE,
+        "portable": _PORTABLE,
+        "ascend": _ASCEND,
+        "mindformers": _MINDFORMERS,
+    }
 )

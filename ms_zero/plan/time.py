@@ -288,7 +288,7 @@ class TimeModel:
         """Activations that a mean chunk keeps of a microbatch."""
         split = _by_recompute(self.shape.blocks, layout.recompute, layout.recompute_every)
         layers = sum(
-            number * layer_activations(layer, self.shape.hidden_size, layout, FUSED).kept(kind)
+            number * layer_activations(self.shape, layer, layout, FUSED).kept(kind)
             for layer, kind, number in split
         )
         return layers / layout.chunks

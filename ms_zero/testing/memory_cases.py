@@ -57,7 +57,7 @@ def measure_states(folder: Path) -> list[dict[str, dict[str, int]]]:
 
 
 def measure_saved(config: RunConfig, kind: str) -> int:
-    """Bytes that the forward of one microbatch saves under a kind of recompute; weights do not count."""
+    """Bytes that the forward of one microbatch saves under a kind of recompute, see `memory.saved`."""
     from ms_zero import memory, models
     from ms_zero.recipes.build import build_model
 
@@ -151,21 +151,18 @@ def _batch(config: RunConfig) -> np.ndarray:
 
 
 def _count_saved(model: Any, ids: np.ndarray) -> int:
-    import mindspore as ms
     from mindspore import Tensor
 
     from ms_zero import kernels
-    from ms_zero._compat import tape
+    from ms_zero.memory.saved import measure_saved as count
 
-    found = {}
+    loss, inputs = kernels.CrossEntropySum(), Tensor(ids)
+    labels = Tensor(ids.reshape(-1))
 
-    def pack(tensor: Tensor) -> Tensor:
-        found[tensor.data_ptr()] = tensor.data  # kept, so that no address is used twice
-        return tensor.data
+    def forward() -> Tensor:
+        logits = model(inputs)
+        return loss(logits.reshape(-1, logits.shape[-1]), labels)
 
-    weights = {param.data_ptr() for param in model.get_parameters()}
-    with ms.saved_tensors_hooks(pack, lambda tensor: tensor), tape():
-        logits = model(Tensor(ids))
-        loss = kernels.CrossEntropySum()(logits.reshape(-1, logits.shape[-1]), Tensor(ids.reshape(-1)))
-    assert loss is not None
-    return sum(tensor.nbytes for address, tensor in found.items() if address not in weights)
+    forward()  # builds the constants that operators cache
+    tensors, _ = count(forward)
+    return sum(tensor.bytes for tensor in tensors)

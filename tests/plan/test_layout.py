@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_run_file_becomes_its_layout(tmp_path):
     assert (layout.micro_batch_size, layout.microbatches, layout.seq_len) == (3, 5, 64)
     assert (layout.zero_stage, layout.syncs, layout.bucket_bytes) == (2, True, 3 * 2**20)
     # A CPU computes bf16 in fp32; the rest is what the policy says.
-    assert layout.precision == MIXED_FP32_GRADIENTS.__class__(gradient=4, reduce=4, activation=4)
+    assert layout.precision == replace(MIXED_FP32_GRADIENTS, activation=4, rounded=True)
     assert layout.flash_attention
     assert layout.global_batch_size == config.train.global_batch_size
     assert memory_model_of(config, "run").report(layout).worst.parts["reserve"] < 1e8

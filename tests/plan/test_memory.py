@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ms_zero.errors import UserError
-from ms_zero.plan.activations import COMPOSED, FUSED, kernels_of, layer_activations
+from ms_zero.plan.activations import kernels_of, layer_activations
 from ms_zero.plan.layout import MIXED, Layout
 from ms_zero.plan.memory import Calibration, MemoryModel, explain_shortage, require_valid, state_bytes
 from ms_zero.plan.models import load_model
@@ -222,29 +222,49 @@ def test_calibration_scales_what_a_step_allocates():
 
 
 def test_kernels_of_devices():
-    assert kernels_of("Ascend", 2) == (FUSED, True)
-    assert kernels_of("CPU", 4) == (FUSED, True)
-    assert kernels_of("Ascend", 4) == kernels_of("GPU", 2) == (COMPOSED, False)
+    assert kernels_of("Ascend", 2) == ("ascend", True)
+    assert kernels_of("CPU", 4) == ("native", True)
+    assert kernels_of("Ascend", 4) == kernels_of("GPU", 2) == ("portable", False)
 
 
 def test_composed_kernels_keep_more():
     shape = SHAPES["llama-70b"]
-    layer, layout = shape.blocks[0][1], Layout(seq_len=4096, flash_attention=False)
-    fused = layer_activations(layer, shape.hidden_size, layout.replace(flash_attention=True), FUSED)
-    composed = layer_activations(layer, shape.hidden_size, layout, COMPOSED)
+    layer, layout = shape.blocks[0][1], Layout(seq_len=4096)
+    fused = layer_activations(shape, layer, layout, "ascend")
+    plain = layer_activations(shape, layer, layout.replace(flash_attention=False), "ascend")
+    composed = layer_activations(shape, layer, layout, "portable")
     assert composed.none > 1.5 * fused.none
-    assert composed.none - composed.selective == 4096 * 64 * 4096 * 2
+    for stored in (plain, composed):
+        assert stored.none - stored.selective >= 4096 * 64 * 4096 * 2
+    again = layer_activations(shape, layer, layout, "mindformers")
+    assert (again.none, again.full) == (fused.none, fused.full)
+    assert fused.selective - again.selective == 4096 * 2 * (2 * 8192 + 28672)
 
 
 def test_latent_attention_and_experts_are_counted():
     shape = SHAPES["deepseek-v3"]
     layout = Layout(seq_len=4096)
-    dense, moe = (layer_activations(layer, 7168, layout, FUSED) for _, layer in shape.blocks)
+    dense, moe = (layer_activations(shape, layer, layout, "ascend") for _, layer in shape.blocks)
     heads = 128 * (192 + 192 + 128 + 128) + 2 * (1536 + 512) + 64
-    elements = 4 * 7168 + heads + 3 * 18432
-    assert dense.none == 4096 * (2 * elements + 4 * 4 + 128 * 4)
+    numbers = 2 + 128 * 2 * 8  # of the norms, and of flash attention
+    assert dense.none == 4096 * (2 * (4 * 7168 + heads + 3 * 18432) + 4 * numbers)
     copies = 4 * 7168 + heads + 3 * (8 * 2048 + 2048) + 2 * 8 * 7168
-    assert moe.none == 4096 * (2 * copies + 4 * 4 + 128 * 4 + 2 * 256 * 4)
+    assert moe.none == 4096 * (2 * copies + 4 * (numbers + 2 * 256))
+    busy = layer_activations(shape, shape.blocks[1][1], layout, "ascend", imbalance=1.5)
+    assert busy.none - moe.none == 4096 * 2 * 0.5 * 8 * (2 * 7168 + 3 * 2048)
+
+
+def test_ranks_beyond_the_key_value_heads_keep_one_head_each():
+    shape = SHAPES["llama-70b"]  # 8 key-value heads
+    layer = shape.blocks[0][1]
+    kept = {
+        tp: layer_activations(
+            shape, layer, Layout(seq_len=4096, tp=tp, sequence_parallel=True), "ascend"
+        ).none
+        for tp in (8, 16)
+    }
+    extra = 4096 * 2 * 2 * 128 / 2  # 16 ranks hold keys and values of one head, not of half a head
+    assert kept[16] == kept[8] / 2 + extra
 
 
 def test_an_invalid_layout_is_refused_with_every_reason():
