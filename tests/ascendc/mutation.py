@@ -220,9 +220,7 @@ RULES: dict[str, Rule] = {
 }
 
 _LEFT_EQUAL = "Where both sides are equal, both branches give the same value."
-_NOTHING_LEFT = (
-    "At start == length the difference is 0, as in the other branch."
-)
+_NOTHING_LEFT = "At start == length the difference is 0, as in the other branch."
 _NO_PADDING = "Padding of no elements on either side: the same transfer."
 # (file, rule, part of the line after the change) -> why no input can tell the difference.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
