@@ -5,7 +5,7 @@ Part of a storage is refused; a reshape of a whole tensor cannot be told from th
 Views of an updated tensor see the update.
 
 On CPU the project's C++ library (or numpy, if asked for: the same bits) works on the tensors' own storage,
-with blocking launch only. MindSpore's CPU operators choose their number of threads by timing themselves, and
+once every queued operation is done. MindSpore's CPU operators choose their number of threads by timing themselves, and
 their vector body and scalar tail round differently, so two equal runs differ in the last bit near the borders
 between threads. Here an element's result depends on nothing but its inputs; ``ops/README.md`` states how.
 """
@@ -13,14 +13,16 @@ between threads. Here an element's result depends on nothing but its inputs; ``o
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
-from ms_zero._compat import host_view
+from ms_zero._compat import finish_queued, host_view
 from ms_zero.kernels import native_optimizer, reference
 from ms_zero.kernels.dispatch import select
+from ms_zero.kernels.graph_optimizer import FusedAdamW, SumOfSquares
 from ms_zero.kernels.native_optimizer import BF16, FP16, FP32, HostArray
 
 _CODES = {ms.float32: FP32, ms.float16: FP16, ms.bfloat16: BF16}
@@ -93,7 +95,7 @@ def adamw_update(
         grad_scale: factor on the gradient (clip coefficient, inverse loss scale).
         low_precision: fp16 or bf16 [n], written with the new p rounded to nearest even.
         target: see :mod:`ms_zero.kernels.dispatch`; None for the current device. The implementations for
-            Ascend (native AdamW) and GPU have not been run on a device.
+            Ascend and GPU have not been run on a device.
 
     Raises:
         UserError: the C++ library is asked for and cannot be built.
@@ -120,6 +122,7 @@ def _adamw_cpu(
     low_precision: Tensor | None,
     scalars: _AdamScalars,
 ) -> None:
+    finish_queued()
     low = None if low_precision is None else _host_array(low_precision)
     arrays = [_host_array(each) for each in (param, exp_avg, exp_avg_sq, grad)]
     native_optimizer.adamw(*arrays, low, scalars.tensor())
@@ -194,7 +197,33 @@ def _adamw_native(
     _write_rounded(param, low_precision)
 
 
-_ADAMW = {"CPU": _adamw_cpu, "CPU-portable": _adamw_portable, "GPU": _adam, "Ascend": _adamw_native}
+@cache  # an operator is made once a process; it holds no state between calls
+def _own_update(low_precision: bool, target: str) -> nn.Cell:
+    return FusedAdamW(low_precision, target)
+
+
+def _adamw_custom(
+    target: str,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    low_precision: Tensor | None,
+    scalars: _AdamScalars,
+) -> None:
+    low = () if low_precision is None else (low_precision,)
+    update = _own_update(low_precision is not None, target)
+    update(param, exp_avg, exp_avg_sq, grad, Tensor(scalars.tensor()), *low)
+
+
+_ADAMW = {
+    "CPU": _adamw_cpu,
+    "CPU-portable": _adamw_portable,
+    "GPU": _adam,
+    "GPU-custom": partial(_adamw_custom, "GPU-custom"),
+    "Ascend": _adamw_native,
+    "Ascend-custom": partial(_adamw_custom, "Ascend-custom"),
+}
 
 
 def sgd_update(
@@ -217,6 +246,7 @@ def sgd_update(
 
 
 def _sgd_cpu(param: Tensor, grad: Tensor, low_precision: Tensor | None, **scalars: float) -> None:
+    finish_queued()
     low = None if low_precision is None else _host_array(low_precision)
     native_optimizer.sgd(_host_array(param), _host_array(grad), low, reference.sgd_scalars(**scalars))
 
@@ -241,7 +271,11 @@ def _sgd(
     _write_rounded(param, low_precision)
 
 
-_SGD = {"CPU": _sgd_cpu, "CPU-portable": _sgd_portable, "GPU": _sgd, "Ascend": _sgd}
+_SGD = {
+    "CPU": _sgd_cpu,
+    "CPU-portable": _sgd_portable,
+    **dict.fromkeys(("GPU", "GPU-custom", "Ascend", "Ascend-custom"), _sgd),
+}
 
 
 def sum_of_squares(flat: Tensor, *, target: str | None = None) -> Tensor:
@@ -250,16 +284,11 @@ def sum_of_squares(flat: Tensor, *, target: str | None = None) -> Tensor:
     Not finite exactly when an element is not finite or the sum exceeds fp32: inf or nan in, inf or nan out.
     On CPU the sum is made in fp64 in one fixed order; elsewhere in fp32 by the device's reduction.
     """
-    compute: dict[str, Callable[[Tensor], Tensor]] = {
-        "CPU": _sum_of_squares_cpu,
-        "CPU-portable": _sum_of_squares_portable,
-        "GPU": _sum_of_squares,
-        "Ascend": _sum_of_squares,
-    }
-    return select("sum_of_squares", compute, target)(flat)
+    return select("sum_of_squares", _SUM_OF_SQUARES, target)(flat)
 
 
 def _sum_of_squares_cpu(flat: Tensor) -> Tensor:
+    finish_queued()
     return Tensor(np.float32(native_optimizer.sum_of_squares(_host_array(flat))))
 
 
@@ -269,6 +298,21 @@ def _sum_of_squares_portable(flat: Tensor) -> Tensor:
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
     return _SUM(_SQUARE(_scaled(flat, 1.0)))
+
+
+@cache  # an operator is made once a process; it holds no state between calls
+def _own_sum(target: str) -> nn.Cell:
+    return SumOfSquares(target)
+
+
+_SUM_OF_SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "CPU": _sum_of_squares_cpu,
+    "CPU-portable": _sum_of_squares_portable,
+    "GPU": _sum_of_squares,
+    "GPU-custom": lambda flat: _own_sum("GPU-custom")(flat),
+    "Ascend": _sum_of_squares,
+    "Ascend-custom": lambda flat: _own_sum("Ascend-custom")(flat),
+}
 
 
 def _scaled(grad: Tensor, grad_scale: float) -> Tensor:
@@ -282,7 +326,7 @@ def _write_rounded(param: Tensor, low_precision: Tensor | None) -> None:
 
 
 def _host_array(tensor: Tensor) -> HostArray:
-    """Where a flat CPU tensor lies; nothing queued may still write to it (blocking launch)."""
+    """Where a flat CPU tensor lies; what is queued has to be finished first."""
     return HostArray(tensor.data_ptr(), tensor.size, _CODES[tensor.dtype])
 
 

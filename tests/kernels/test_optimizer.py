@@ -4,6 +4,7 @@ import pytest
 from mindspore import Tensor
 
 from ms_zero import kernels
+from ms_zero.errors import UserError
 
 # The primitives that serve GPU exist on CPU too: their arithmetic is checked, not their CUDA kernels.
 all_targets = pytest.mark.parametrize("target", ["CPU", "CPU-portable", "GPU"])
@@ -202,3 +203,16 @@ def test_a_default_target_holds_within_its_block_only(monkeypatch):
             kernels.sum_of_squares(values, target="CPU")
     with pytest.raises(AssertionError, match="was used"):
         kernels.sum_of_squares(values)
+
+
+@pytest.mark.parametrize("target", ["GPU-custom", "Ascend-custom"])
+def test_own_kernels_that_are_not_built_are_refused_and_not_replaced(target, monkeypatch):
+    from ms_zero.kernels import ascend_custom, cuda_custom
+
+    monkeypatch.setattr(cuda_custom, "find_cuda_library", lambda: None)
+    monkeypatch.setattr(ascend_custom, "why_unusable", lambda: "the AscendC operators were not built")
+    state = [Tensor(np.ones(4, np.float32)) for _ in range(4)]
+    with pytest.raises(UserError, match="not built"):
+        kernels.adamw_update(*state, step=1, target=target, **HYPER)
+    with pytest.raises(UserError, match="not built"):
+        kernels.sum_of_squares(state[0], target=target)
