@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
 # What makes a training command short enough for a test; the output goes to a temporary folder.
 SHORT = ("train.steps=2", "train.eval_interval=0", "train.log_interval=1")
+# Commands that only print: they run as they are.
+ONLY_PRINT = ("lint", "config", "explain", "doctor", "plan", "estimate", "schedule")
 
 
 def text(name):
@@ -65,7 +67,7 @@ def test_the_command_runs(command, tmp_path):
     elif kind == ["python", "scripts/bench_overhead.py"]:
         shown = run(f"{command} --quick --steps 2", tmp_path)
         assert "overhead_ratio" in shown.stdout
-    elif kind[0] == "ms-zero" and kind[1] in ("lint", "config", "explain", "doctor"):
+    elif kind[0] == "ms-zero" and kind[1] in ONLY_PRINT:
         shown = run(command, tmp_path)
         assert shown.stdout
     elif kind[0] == "python":
