@@ -22,6 +22,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,40 +66,49 @@ def build_model(shape: dict[str, int]) -> object:
 
 
 def our_step(shape: dict[str, int]) -> Callable[[], object]:
-    """A trainer on one worker."""
-    from ms_zero.comm import local
-    from ms_zero.data import BatchSchedule, Loader
-    from ms_zero.models import decay_names
-    from ms_zero.optim.optimizer import AdamW
-    from ms_zero.optim.schedule import Schedule
-    from ms_zero.recipes.build import seeded_values
-    from ms_zero.recipes.eager import EagerEngine, trainable_parameters
+    """A trainer on one worker, built from a configuration."""
+    from ms_zero.comm import ProcessMesh, local
+    from ms_zero.config import load_config, mesh_of
+    from ms_zero.data import Loader
+    from ms_zero.recipes.build import DATA_AXES, build_engine
+    from ms_zero.runner import build_batch_schedule, build_schedule
     from ms_zero.trainer import Trainer
-    from ms_zero.zero.data_parallel import DataParallel
 
-    model, comm = build_model(shape), local()
-    key_of = decay_names(model).__contains__
-    parallel = DataParallel(
-        trainable_parameters(model),
-        seeded_values(model, 1),
-        comm=comm,
-        group=comm.world,
-        bucket_elements=25 * 2**20 // 4,
-        key_of=key_of,
-    )
-    flats = [bucket.flat for bucket in parallel.buckets]
-    decays = [bucket.layout.key for bucket in parallel.buckets]
-    optimizer = AdamW(flats, decays, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(json.dumps(run_config(shape)), encoding="utf-8")  # JSON is YAML
+        config = load_config(path, [], 1).config
+    comm = local()
+    pmesh = ProcessMesh(mesh_of(config, 1), comm)
     return Trainer(
-        EagerEngine(model, parallel, optimizer, comm=comm, group=comm.world),
+        build_engine(config, pmesh),
         Loader(RandomTokens(shape["vocab_size"]), seed=1, fingerprint="random"),
-        Schedule("constant", lr=LR, min_lr=0.0, warmup_steps=0, total_steps=1),
+        build_schedule(config),
         comm=comm,
-        group=comm.world,
-        batch_size=BatchSchedule(full=BATCH),
+        group=pmesh.group(*DATA_AXES),
+        batch_size=build_batch_schedule(config.train),
         micro_batch_size=BATCH,
         clip_norm=CLIP,
     ).step
+
+
+def run_config(shape: dict[str, int]) -> dict[str, object]:
+    """The run as a user would write it."""
+    return {
+        "model": {"family": "gpt", **shape, "max_seq_len": SEQ_LEN, "tie_embeddings": False},
+        "data": {"source": "stdlib", "seq_len": SEQ_LEN},
+        "train": {"steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH, "output_dir": "unused"},
+        "optim": {
+            "lr": LR,
+            "beta1": BETA1,
+            "beta2": BETA2,
+            "eps": EPS,
+            "weight_decay": DECAY,
+            "clip_norm": CLIP,
+            "schedule": "constant",
+            "warmup_steps": 0,
+        },
+    }
 
 
 def baseline_step(shape: dict[str, int]) -> Callable[[], object]:

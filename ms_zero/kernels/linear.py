@@ -60,7 +60,8 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not fits:
         given = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, weight, bias) if t is not None)
         raise UserError(
-            f"linear: x, weight and bias do not fit: expected one dtype, [..., in], [out, in] and [out]: {given}"
+            f"linear: x, weight and bias do not fit: expected one dtype, [..., in], [out, in] and [out], "
+            f"got {given}"
         )
     assert weight.is_contiguous() and (bias is None or bias.is_contiguous())
 
