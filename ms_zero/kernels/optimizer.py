@@ -5,9 +5,10 @@ Part of a storage is refused; a reshape of a whole tensor cannot be told from th
 Views of an updated tensor see the update.
 
 On CPU the project's C++ library (or numpy, if asked for: the same bits) works on the tensors' own storage,
-once every queued operation is done. MindSpore's CPU operators choose their number of threads by timing themselves, and
-their vector body and scalar tail round differently, so two equal runs differ in the last bit near the borders
-between threads. Here an element's result depends on nothing but its inputs; ``ops/README.md`` states how.
+once every queued operation is done. MindSpore's CPU operators choose their number of threads by timing
+themselves, and their vector body and scalar tail round differently, so two equal runs differ in the last bit
+near the borders between threads. Here an element's result depends on nothing but its inputs (see the contract
+in ``ops/README.md``).
 """
 
 import math
