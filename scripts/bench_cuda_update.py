@@ -252,7 +252,7 @@ def downloaded(device: Device, arrays: Arrays) -> list[np.ndarray | None]:
 
 
 def check_update(device: Device, kernels: Kernels, cases: Sequence[tuple[int, int, int]]) -> list[str]:
-    """Failures of the update over (elements, offset, tensors): all dtypes, with and without a skipped step."""
+    """Failures of the update over (elements, offset, tensors): all dtypes, skipped steps too."""
     failures = []
     for grad in (FP32, FP16, BF16):
         for low in (FP16, BF16, None):

@@ -1,9 +1,9 @@
 """The project's AscendC kernels as operators of MindSpore on Ascend (PyNative and graph mode).
 
-Cells over ``ops.Custom`` of type aot, which calls the interface that CANN generates (``aclnnFusedAdamW`` and so
-on); make them once, with Ascend as device target. ``ops/README.md`` is the contract, ``ops/build_ascend.sh`` the
-build. Checked here: the kernels on emulated cores, the arguments of these calls; device compile, calls and speed
-are unverified.
+Cells over ``ops.Custom`` of type aot, which calls the interface that CANN generates (``aclnnFusedAdamW`` and
+so on); make them once, with Ascend as device target. ``ops/README.md`` is the contract,
+``ops/build_ascend.sh`` the build. Checked without a device: the kernels on emulated cores, the arguments of
+these calls, the front end of graph mode. Device compile, calls and speed are unverified.
 """
 
 import os
@@ -36,10 +36,9 @@ def why_unusable() -> str | None:
         return None
     package = built_package()
     if package is None:
-        return (
-            "the AscendC operators were not built: with CANN installed, run `bash ops/build_ascend.sh TARGET`"
-        )
-    return f"{_PATH_VARIABLE} does not name {package}: source {package / 'bin' / 'set_env.bash'} before the start"
+        return "the AscendC operators were not built: install CANN, then `bash ops/build_ascend.sh TARGET`"
+    script = package / "bin" / "set_env.bash"
+    return f"{_PATH_VARIABLE} does not name {package}: source {script} before the start"
 
 
 def _require_package() -> None:

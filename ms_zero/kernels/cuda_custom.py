@@ -1,7 +1,8 @@
 """The project's CUDA kernels as operators of MindSpore (PyNative and graph mode).
 
-Cells over ``ops.Custom`` of type aot, so the same object serves both modes; make them once. ``ops/README.md`` is
-the contract. Compiled and inspected here; run on no GPU yet (their C interface was, compiled for the host).
+Cells over ``ops.Custom`` of type aot, so the same object serves both modes; make them once.
+``ops/README.md`` is the contract. The kernels were compiled for GPUs and inspected, and run compiled for the
+host; no GPU has run them yet.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,12 @@
 """Compiles the project's AscendC operators in graph mode for Ascend, without a device: the front end only.
 
-Run as a program in a process of its own: ``front_end.py FOLDER``. It tells MindSpore that the target is Ascend
-behind the check for a device, stops before the back end, and prints the operators of the compiled graph, one JSON
-object a line. Private interfaces of MindSpore 2.10.0, for this test alone.
+Run as a program in a process of its own: ``front_end.py FOLDER``. It tells MindSpore that the target is
+Ascend, behind the check for a device, stops before the back end, and prints the operators of the compiled
+graph, one JSON object a line. Private interfaces of MindSpore 2.10.0, for this test alone.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -90,7 +91,7 @@ def compile_step(folder: Path) -> str:
 def operators(text: str) -> list[dict[str, object]]:
     """Name, operands, side effect and types of each custom operator."""
     lines, found = text.splitlines(), []
-    for line, types in zip(lines, lines[1:]):
+    for line, types in itertools.pairwise(lines):
         match = re.search(r"= Custom\((.*?)\) \{instance", line)
         if match is None:
             continue

@@ -2,7 +2,8 @@
 
 Mutants are made mechanically, by rules over lines, at every site where a rule applies. A mutant is caught
 when some case fails: a wrong bit, a broken rule, a hang, bytes that do not add up, transfers that no longer
-overlap. One that survives has to stand in `EQUIVALENT`, with the proof that no input can tell it from the original.
+overlap. One that survives has to stand in `EQUIVALENT`, with the proof that no input can tell it from the
+original.
 """
 
 import multiprocessing

@@ -28,7 +28,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def made(package, monkeypatch):
-    """What was asked of ops.Custom; calls of such an operator are answered with a tensor of the inferred shape."""
+    """What was asked of ops.Custom; such an operator answers with a tensor of the inferred shape."""
     made = []
 
     class Custom:

@@ -1,4 +1,4 @@
-"""scripts/bench_cuda_update.py without a GPU: its checks on kernels compiled for the host, and what it says."""
+"""scripts/bench_cuda_update.py without a GPU: its checks on kernels compiled for the host."""
 
 import ctypes
 import importlib.util

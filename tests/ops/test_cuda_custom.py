@@ -1,4 +1,4 @@
-"""The CUDA operators in MindSpore, with kernels compiled for the host: same interface, same Cells, CPU target."""
+"""The CUDA operators in MindSpore on kernels compiled for the host: the same interface and Cells."""
 
 import mindspore as ms
 import numpy as np
