@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_quick_benchmark_reports_all_figures(tmp_path):
-    command = [sys.executable, "scripts/bench_cpu_ops.py", "--quick", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "scripts/bench_cpu_ops.py", "--quick", "--json", tmp_path / "figures.json"]
     names = ["gelu", "cross_entropy", "train"]
     shown = subprocess.run([*command, "--only", *names], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
