@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ms_zero.plan.memory import IMBALANCE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -16,6 +18,7 @@ class Efficiency:
     Args:
         matmul: of the matrix peak, by large dense multiplications.
         expert_matmul: of the matrix peak, by the grouped multiplications of experts.
+        imbalance: tokens of the busiest expert-parallel rank over the mean; the others wait for it.
         attention: of the matrix peak, by fused attention on the keys that a causal mask leaves.
         memory: of the memory bandwidth, by vector operations and the optimizer.
         dp_overlap: of forward or backward time, that can hide gathers and reductions of data parallelism.
@@ -30,6 +33,7 @@ class Efficiency:
 
     matmul: float = 0.64
     expert_matmul: float = 0.40
+    imbalance: float = IMBALANCE
     attention: float = 0.30
     memory: float = 0.70
     dp_overlap: float = 0.70

@@ -88,7 +88,7 @@ def layer_work(
     vector += efficiency.layer_seconds
     tp = _tensor_seconds(shape, layout, tokens, network)
     ring = _ring_seconds(layer, layout, tokens, network)
-    ep = _expert_seconds(layer, shape, layout, tokens, network)
+    ep = efficiency.imbalance * _expert_seconds(layer, shape, layout, tokens, network)
     backward_attention = attention * (_FUSED_ATTENTION_BACKWARD if layout.flash_attention else 2)
     hidden = efficiency.cp_overlap
     forward = Seconds(
@@ -147,7 +147,8 @@ def _product_seconds(
     peak = rates.matmul
     seconds = tokens * flops.projections / layout.tp / (peak * efficiency.matmul)
     share = efficiency.expert_matmul if layer.experts else efficiency.matmul
-    seconds += tokens * flops.mlp / layout.tp / (peak * share)
+    busiest = efficiency.imbalance if layer.experts and layout.ep > 1 else 1.0
+    seconds += busiest * tokens * flops.mlp / layout.tp / (peak * share)
     held = device_layer_parameters(layer, shape.hidden_size, shape.norm, tp=layout.tp, ep=layout.ep).total
     reading = held * layout.precision.weight / (rates.memory * efficiency.memory)
     return max(seconds, reading)

@@ -18,6 +18,7 @@ BASE = Layout(seq_len=4096, microbatches=8)
 PERFECT = Efficiency(
     matmul=1,
     expert_matmul=1,
+    imbalance=1,
     attention=1,
     memory=1,
     dp_overlap=0,
