@@ -9,6 +9,7 @@ from ms_zero.errors import UserError
 KINDS = ("models", "clusters", "runs")
 
 _PACKAGE = Path(__file__).resolve().parent
+_MAX_KNOWN = 12  # names in a message that suggests nothing better
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -43,12 +44,15 @@ def find_preset(kind: str, name: str) -> Path:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error message: the nearest candidates, or all of them when none is near."""
+    """Return the end of an error message: the nearest candidates, or the first ones when none is near."""
     candidates = tuple(candidates)
     near = nearest(name, candidates)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; known: {', '.join(candidates)}" if candidates else ""
+    if not candidates:
+        return ""
+    more = f" and {len(candidates) - _MAX_KNOWN} more" if len(candidates) > _MAX_KNOWN else ""
+    return f"; known: {', '.join(candidates[:_MAX_KNOWN])}{more}"
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 2) -> list[str]:

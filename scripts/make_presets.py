@@ -261,7 +261,8 @@ def _wanted(layout: Layout, dtype: str) -> Iterator[tuple[str, Any, Any]]:
     yield "memory.recompute", layout.recompute, "none"
     if layout.recompute == "every_k":
         yield "memory.recompute_every", layout.recompute_every, 1
-    yield "memory.activation_offload", layout.activation_offload, False
+    if layout.activation_offload:
+        yield "memory.activations", "host", "device"
     if layout.optimizer_offload:
         yield "offload.optimizer", layout.offload_to, "none"
         yield "offload.fraction", layout.optimizer_offload, 1.0

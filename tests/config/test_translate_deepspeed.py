@@ -409,3 +409,8 @@ def test_a_whole_run_file_becomes_a_config_and_says_what_it_cannot():
 def test_hybrid_sharding_goes_back_as_mics():
     values = {"parallel": {"zero_stage": 3, "dp_shard": 8, "dp_replicate": 4}}
     assert to_deepspeed(values).values["zero_optimization"] == {"mics_shard_size": 8, "stage": 3}
+
+
+def test_recompute_and_activations_go_over_where_deepspeed_reads_them(translate):
+    block = {"partition_activations": True, "cpu_checkpointing": True}
+    assert translate({"activation_checkpointing": block}).values == {"memory": {"activations": "host"}}

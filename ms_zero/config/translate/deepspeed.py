@@ -462,7 +462,7 @@ def _checkpointing(notes: RunNotes) -> None:
     offload = f"{block}cpu_checkpointing"
     if notes.has(offload) and notes.get(offload) is True:
         if partitioned:
-            notes.put(offload, "memory.activation_offload", True)
+            notes.put(offload, "memory.activations", "host", "what is kept for backward")
         else:
             notes.ignored(offload, "only read when partition_activations is true")
     plain = {

@@ -74,7 +74,9 @@ TABLE: Mapping[str, Entry] = {
     "--num-dataset-builder-threads": No(_LOADER),
     "--recompute-in-first-layer": No("see memory.recompute"),
     "--distribute-saved-activations": No("saved inputs are not split over tensor-parallel ranks"),
-    "--cpu-offloading-num-layers": To("memory.activation_offload", lambda layers: integer(layers) > 0),
+    "--cpu-offloading-num-layers": To(
+        "memory.activations", lambda layers: "host" if integer(layers) > 0 else "device", "of every layer"
+    ),
     "--no-load-optim": No(_CKPT),
     "--no-load-rng": No(_CKPT),
     "--no-save-optim": No(_CKPT),

@@ -109,7 +109,7 @@ GRAPH_SECTIONS: Mapping[str, str] = {
     "context": _CONTEXT,
     "recompute_config": "every block is treated alike, see memory.recompute",
     "moe_config": _EXPERTS,
-    "swap_config": "see offload and memory.activation_offload",
+    "swap_config": "see offload and memory.activations",
     "runner_wrapper": "one step for every layout",
     "model.arch": "see model.family",
     "model.model_config": "has no counterpart in the models of this version",
@@ -191,7 +191,7 @@ PYNATIVE: Mapping[str, Entry] = {
     "checkpoint.save_interleaved_steps": To("checkpoint.interval"),
     "checkpoint.load_path": Only("", "runs resume from train.output_dir", _CKPT),
     "model.use_flash_attention": No("kernels are chosen by the device"),
-    "swap.enable": To("memory.activation_offload", bool),
+    "swap.enable": To("memory.activations", lambda on: "host" if on is True else "device"),
 }
 PYNATIVE_SECTIONS: Mapping[str, str] = {
     "checkpoint": _CKPT,
@@ -201,7 +201,7 @@ PYNATIVE_SECTIONS: Mapping[str, str] = {
     "profiler": _PROFILER,
     "recompute": "every block is treated alike, see memory.recompute",
     "recompute_comm": "communication is not recomputed",
-    "swap": "see memory.activation_offload",
+    "swap": "see memory.activations",
     "lr_scheduler": "see optim.schedule",
     "optimizer": "see optim",
 }
