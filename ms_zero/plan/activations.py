@@ -12,6 +12,8 @@ FUSED = "ascend"
 """Kernels that are assumed of an accelerator: fused attention, norms and activations in 16 bits."""
 MINDFORMERS_KEPT = "mindformers"
 _UNFUSED = "published"
+_FP32 = 4
+_BLOCK = 256  # elements that share a scale, see `ms_zero.memory.compress`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,7 @@ def layer_activations(
 
 
 def kernels_of(target: str, activation_bytes: int) -> tuple[str, bool]:
-    """The kernels of a device target, and whether their attention stores no probabilities."""
-    if target == "CPU":
-        return "native", True
+    """The kernels of an accelerator, and whether their attention stores no probabilities."""
     return ("ascend", True) if target == "Ascend" and activation_bytes == 2 else ("portable", False)
 
 
@@ -70,6 +70,13 @@ def logits_bytes(vocab_size: int, layout: Layout) -> float:
     precision = layout.precision
     width = 2 * precision.logits + (precision.activation if precision.activation < precision.logits else 0)
     return _tokens(layout) * -(-vocab_size // layout.tp) * width
+
+
+def packed_share(layout: Layout) -> float:
+    """Bytes of what layers keep over those of its dtype; compression adds an fp32 scale to each block."""
+    if layout.activation_bits is None:
+        return 1.0
+    return (layout.activation_bits / 8 + _FP32 / _BLOCK) / layout.precision.activation
 
 
 def dispatch_bytes(layer: LayerShape, hidden_size: int, layout: Layout, imbalance: float) -> float:
@@ -94,6 +101,7 @@ def _split(layer: LayerShape, layout: Layout) -> Split:
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         activation_bytes=layout.precision.activation,
+        dropout=layout.dropout,
         rounded=layout.precision.rounded,
     )
 

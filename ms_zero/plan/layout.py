@@ -84,6 +84,8 @@ class Layout:
         offload_to: where it lives.
         parameter_offload: whether sharded weights live in host memory (stage 3).
         activation_offload: whether what layers keep for backward lives in host memory.
+        activation_bits: bits of an element of what layers keep for backward; None: those of its dtype.
+        dropout: whether dropout is on: its masks are kept as well.
         bucket_bytes: upper size of a gradient bucket.
         prefetch: units whose weights stage 3 gathers ahead.
         sync_each_microbatch: whether gradients are reduced in every microbatch and kept as shards, or once a
@@ -116,6 +118,8 @@ class Layout:
     offload_to: Literal["cpu", "nvme"] = "cpu"
     parameter_offload: bool = False
     activation_offload: bool = False
+    activation_bits: int | None = None
+    dropout: bool = False
     bucket_bytes: float = 25 * 2**20
     prefetch: int = 1
     sync_each_microbatch: bool | None = None

@@ -22,6 +22,7 @@ from ms_zero.plan.activations import (
     dispatch_bytes,
     layer_activations,
     logits_bytes,
+    packed_share,
     saved_ends_bytes,
 )
 from ms_zero.plan.layout import Layout, in_flight
@@ -251,7 +252,7 @@ class MemoryModel:
     ) -> dict[str, float]:
         """What backward holds besides the states; offloaded activations are added to ``host``."""
         flow = self._flow(layout, stage, held)
-        kept = flow.kept
+        kept = flow.kept * packed_share(layout)
         if layout.activation_offload:
             host["activations"] = kept
             kept = min(kept, 2 * flow.largest_layer)
@@ -367,6 +368,7 @@ def _flow_key(layout: Layout) -> tuple:
         layout.micro_batch_size,
         layout.seq_len,
         layout.flash_attention,
+        layout.dropout,
         layout.precision.activation,
         layout.precision.rounded,
     )

@@ -18,9 +18,9 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 def layout_of(config: RunConfig) -> Layout:
     """The layout that a run config describes."""
-    parallel, offload, target = config.parallel, config.offload, config.hardware.target
-    precision = precision_of(config.precision, target)
-    _, flash_attention = kernels_of(target, precision.activation)
+    parallel, offload, memory = config.parallel, config.offload, config.memory
+    precision = precision_of(config.precision, config.hardware.target)
+    _, flash_attention = _kernels(config)
     return Layout(
         seq_len=config.data.seq_len,
         pp=parallel.pp,
@@ -31,12 +31,18 @@ def layout_of(config: RunConfig) -> Layout:
         zero_stage=parallel.zero_stage,
         micro_batch_size=config.train.micro_batch_size,
         microbatches=config.train.accumulation_steps,
+        recompute=memory.recompute,
+        recompute_every=memory.recompute_every if memory.recompute == "every_k" else 1,
+        recompute_budget=0.0 if memory.budget_gb is None else memory.budget_gb * 1e9,
         flash_attention=flash_attention,
         reshard_after_forward=parallel.reshard_after_forward,
         prefetch=parallel.prefetch,
         optimizer_offload=0.0 if offload.optimizer == "none" else offload.fraction,
         offload_to="nvme" if offload.optimizer == "nvme" else "cpu",
         parameter_offload=offload.params == "cpu",
+        activation_offload=memory.activations in ("host", "int8_host"),
+        activation_bits=8 if memory.activations in ("int8", "int8_host") else None,
+        dropout=config.model.dropout > 0,
         bucket_bytes=parallel.bucket_mb * 2**20,
         sync_each_microbatch=parallel.sync_each_microbatch,
         precision=replace(precision, moments=0) if config.optim.kind == "sgd" else precision,
@@ -63,8 +69,15 @@ def precision_of(config: PrecisionConfig, target: str) -> Precision:
 
 def memory_model_of(config: RunConfig, name: str, calibration: Calibration | None = None) -> MemoryModel:
     """The memory model of a run config; a CPU has no runtime reserve of its own."""
-    target = config.hardware.target
-    kernels, _ = kernels_of(target, precision_of(config.precision, target).activation)
-    reserve = 0.0 if target == "CPU" else RESERVE
+    kernels, _ = _kernels(config)
+    reserve = 0.0 if config.hardware.target == "CPU" else RESERVE
     shape = from_config(config.model, name)
     return MemoryModel(shape, kernels=kernels, reserve=reserve, calibration=calibration)
+
+
+def _kernels(config: RunConfig) -> tuple[str, bool]:
+    """The kernels of a run, and whether their attention stores no probabilities."""
+    target = config.hardware.target
+    if target == "CPU":
+        return config.hardware.kernels, config.hardware.kernels == "native"
+    return kernels_of(target, precision_of(config.precision, target).activation)

@@ -1,7 +1,7 @@
 """Bytes that the eager engine holds, counted on CPU, next to what the planner predicts.
 
-Cases are small models of each family under each ZeRO stage and recompute kind. Counted are tensors: stored
-weights, gradients, optimizer state, windows of gathered weights, and what operators save for backward.
+Cases are small models of each family under each ZeRO stage, offload and recompute kind. Counted are tensors:
+stored weights, gradients, optimizer state, windows of gathered weights, and what is saved for backward.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ms_zero.config import RunConfig, load_config
+from ms_zero.plan.activations import packed_share, saved_ends_bytes
 from ms_zero.plan.parameters import layer_parameters
 from ms_zero.plan.recompute import RECOMPUTE_KINDS
 from ms_zero.plan.run import layout_of, memory_model_of
@@ -20,61 +21,92 @@ from ms_zero.plan.shapes import from_config
 from ms_zero.testing.workers import run_workers
 
 WORLD_SIZE = 2
-STATE_PARTS = ("weights", "gradients", "master", "moments")
 FAMILIES: Mapping[str, str] = {
     "gpt": "{family: gpt, hidden_size: 96, num_layers: 5, num_heads: 4, max_seq_len: 64}",
     "llama": "{family: llama, hidden_size: 96, num_layers: 5, num_heads: 4, num_kv_heads: 2, "
     "ffn_hidden_size: 256, max_seq_len: 64}",
 }
-STAGES = ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16"))
+STATES: Mapping[str, str] = {
+    "stage 0": "parallel: {zero_stage: 0}",
+    "stage 1": "parallel: {zero_stage: 1}",
+    "stage 2": "parallel: {zero_stage: 2}",
+    "stage 3": "parallel: {zero_stage: 3}",
+    "stage 1 bf16": "parallel: {zero_stage: 1}\nprecision: {policy: bf16}",
+    "stage 3 bf16": "parallel: {zero_stage: 3}\nprecision: {policy: bf16}",
+    "stage 2 half on host": "parallel: {zero_stage: 2}\noffload: {optimizer: cpu, fraction: 0.5}",
+    "stage 3 all on host": "parallel: {zero_stage: 3}\nprecision: {policy: bf16}\n"
+    "offload: {optimizer: cpu, params: cpu}",
+}
+STATE_PARTS = ("weights", "gradients", "master", "moments")
+HOST_PARTS = ("host weights", "host master", "host moments")
 KINDS = tuple(kind for kind in RECOMPUTE_KINDS if kind != "budget")
+PLACES = ("host", "int8", "int8_host")
 _EVERY = 2
 _RUN = """
 model: {model}
 data: {{seq_len: 48}}
 train: {{steps: 1, micro_batch_size: 2, accumulation_steps: 2, output_dir: out}}
-parallel: {{zero_stage: {stage}}}
-precision: {{policy: {policy}}}
+{more}
 """
 
 
 def write_cases(folder: Path) -> None:
     """Write the run file of every case."""
     for family, model in FAMILIES.items():
-        for stage, policy in STAGES:
-            text = _RUN.format(model=model, stage=stage, policy=policy)
-            (folder / f"{family}-{stage}-{policy}.yaml").write_text(text, encoding="utf-8")
+        for number, more in enumerate(STATES.values()):
+            text = _RUN.format(model=model, more=more)
+            (folder / f"{family}-{number}.yaml").write_text(text, encoding="utf-8")
 
 
-def read_case(folder: Path, family: str, stage: int = 0, policy: str = "fp32", world: int = 1) -> RunConfig:
-    """The config of a case."""
-    return load_config(folder / f"{family}-{stage}-{policy}.yaml", world_size=world).config
+def read_case(folder: Path, family: str, case: str = "stage 0", world: int = 1) -> RunConfig:
+    """The config of a case, a key of STATES."""
+    path = folder / f"{family}-{list(STATES).index(case)}.yaml"
+    return load_config(path, world_size=world).config
 
 
 def measure_states(folder: Path) -> list[dict[str, dict[str, int]]]:
-    """For each rank: `family-stage-policy` -> part -> bytes; "open" is the most that windows held."""
+    """For each rank: `family case` -> part -> bytes; "open" is the most that windows held."""
     return run_workers(WORLD_SIZE, _measure_states, str(folder), timeout_s=240.0)
 
 
 def measure_saved(config: RunConfig, kind: str) -> int:
     """Bytes that the forward of one microbatch saves under a kind of recompute, see `memory.saved`."""
-    from ms_zero import memory, models
-    from ms_zero.recipes.build import build_model
+    from ms_zero import memory
+    from ms_zero.memory.saved import measure_saved as count
 
-    model = build_model(config.model)
-    models.initialise(model, 1)
+    model = _model(config)
     memory.apply_recompute(model, kind, every=_EVERY if kind == "every_k" else None)
-    return _count_saved(model, _batch(config))
+    forward = _forward(model, _batch(config))
+    forward()  # builds the constants that operators cache
+    tensors, _ = count(forward)
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def measure_packed(config: RunConfig, place: str) -> tuple[int, int]:
+    """Bytes of the blocks' saved activations on the device and on the host, for one of PLACES."""
+    from ms_zero import memory
+    from ms_zero._compat import tape
+
+    model = _model(config)
+    if place == "host":
+        packed = memory.offload_activations(model, min_bytes=0)
+    else:
+        packed = memory.compress_activations(model, min_bytes=0, offload=place == "int8_host")
+    with tape():
+        loss = _forward(model, _batch(config))()
+    assert loss is not None
+    return packed.ledger.device_bytes, packed.ledger.host_bytes
 
 
 def predict_states(config: RunConfig) -> dict[str, float]:
-    """The planner's bytes by part, and of the gathered weights ("open")."""
+    """The planner's bytes by part, on the host too, and of the gathered weights ("open")."""
     layout, shape = layout_of(config), from_config(config.model)
-    parts = memory_model_of(config, "case").report(layout).worst.parts
+    worst = memory_model_of(config, "case").report(layout).worst
     layer = layer_parameters(shape.blocks[0][1], shape.hidden_size, shape.norm).total
     gradient = layout.precision.gradient * layer if layout.syncs else 0
-    found = {part: parts.get(part, 0.0) for part in STATE_PARTS}
-    return {**found, "open": parts.get("unsharded", 0.0) - gradient}
+    found = {part: worst.parts.get(part, 0.0) for part in STATE_PARTS}
+    found |= {part: worst.host.get(part.removeprefix("host "), 0.0) for part in HOST_PARTS}
+    return {**found, "open": worst.parts.get("unsharded", 0.0) - gradient}
 
 
 def predict_saved(config: RunConfig, kind: str) -> float:
@@ -83,34 +115,44 @@ def predict_saved(config: RunConfig, kind: str) -> float:
     return memory_model_of(config, "case").saved(layout)
 
 
+def predict_packed(config: RunConfig, place: str) -> tuple[float, float]:
+    """The planner's bytes of the blocks' activations on the device and on the host."""
+    bits = None if place == "host" else 8
+    layout = layout_of(config).replace(activation_offload=place != "int8", activation_bits=bits)
+    model = memory_model_of(config, "case")
+    blocks = model.saved(layout) - saved_ends_bytes(model.shape, layout, model.kernels)
+    kept = blocks * packed_share(layout)
+    return (0.0, kept) if layout.activation_offload else (kept, 0.0)
+
+
 def relative_errors(folder: Path) -> Iterator[tuple[str, float]]:
     """Name and predicted over counted bytes, less 1, of every case and part."""
     write_cases(folder)
     ranks = measure_states(folder)
     for family in FAMILIES:
-        for stage, policy in STAGES:
-            predicted = predict_states(read_case(folder, family, stage, policy, WORLD_SIZE))
+        for case in STATES:
+            predicted = predict_states(read_case(folder, family, case, WORLD_SIZE))
             for rank, counted in enumerate(ranks):
-                case = counted[f"{family}-{stage}-{policy}"]
-                for part in STATE_PARTS:
-                    if case[part] or predicted[part]:
-                        name = f"{family} stage {stage} {policy} rank {rank}: {part}"
-                        yield name, predicted[part] / case[part] - 1
+                yield from _compare(f"{family} {case} rank {rank}", predicted, counted[f"{family} {case}"])
+        config = read_case(folder, family)
         for kind in KINDS:
-            config = read_case(folder, family)
-            yield (
-                f"{family} recompute {kind}: saved",
-                predict_saved(config, kind) / measure_saved(config, kind) - 1,
-            )
+            predicted, counted = predict_saved(config, kind), measure_saved(config, kind)
+            yield f"{family} recompute {kind}: saved", predicted / counted - 1
+
+
+def _compare(
+    name: str, predicted: Mapping[str, float], counted: Mapping[str, int]
+) -> Iterator[tuple[str, float]]:
+    for part in (*STATE_PARTS, *HOST_PARTS):
+        if predicted[part] or counted[part]:
+            yield f"{name}: {part}", predicted[part] / counted[part] - 1 if counted[part] else float("inf")
 
 
 def _measure_states(comm: Any, folder: str) -> dict[str, dict[str, int]]:
     return {
-        f"{family}-{stage}-{policy}": _measure_one(
-            comm, read_case(Path(folder), family, stage, policy, WORLD_SIZE)
-        )
+        f"{family} {case}": _measure_one(comm, read_case(Path(folder), family, case, WORLD_SIZE))
         for family in FAMILIES
-        for stage, policy in STAGES
+        for case in STATES
     }
 
 
@@ -131,11 +173,17 @@ def _measure_one(comm: Any, config: RunConfig) -> dict[str, int]:
 
 
 def _held_bytes(engine: Any) -> dict[str, int]:
-    held = engine.sharded.held_bytes()
-    parts = {part: held[part] for part in ("weights", "gradients")}
-    state = engine.optimizer.held_bytes()["device"]
-    master = state.pop("master", 0)
-    return {**parts, "master": master, "moments": sum(state.values())}
+    held, states = engine.sharded.held_bytes(), engine.optimizer.held_bytes()
+    parts = {
+        "weights": held["weights"],
+        "gradients": held["gradients"],
+        "host weights": held["host_weights"],
+    }
+    for prefix, place in (("", "device"), ("host ", "host")):
+        state = dict(states.get(place, {}))
+        parts[f"{prefix}master"] = state.pop("master", 0)
+        parts[f"{prefix}moments"] = sum(state.values())
+    return parts
 
 
 def _watch_windows(engine: Any) -> list[int]:
@@ -150,19 +198,24 @@ def _batch(config: RunConfig) -> np.ndarray:
     return (np.arange(shape[0] * shape[1], dtype=np.int32) % 250).reshape(shape)
 
 
-def _count_saved(model: Any, ids: np.ndarray) -> int:
+def _model(config: RunConfig) -> Any:
+    from ms_zero import models
+    from ms_zero.recipes.build import build_model
+
+    model = build_model(config.model)
+    models.initialise(model, 1)
+    return model
+
+
+def _forward(model: Any, ids: np.ndarray) -> Any:
     from mindspore import Tensor
 
     from ms_zero import kernels
-    from ms_zero.memory.saved import measure_saved as count
 
-    loss, inputs = kernels.CrossEntropySum(), Tensor(ids)
-    labels = Tensor(ids.reshape(-1))
+    loss, inputs, labels = kernels.CrossEntropySum(), Tensor(ids), Tensor(ids.reshape(-1))
 
     def forward() -> Tensor:
         logits = model(inputs)
         return loss(logits.reshape(-1, logits.shape[-1]), labels)
 
-    forward()  # builds the constants that operators cache
-    tensors, _ = count(forward)
-    return sum(tensor.bytes for tensor in tensors)
+    return forward

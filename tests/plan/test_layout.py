@@ -131,6 +131,37 @@ def test_a_run_file_becomes_its_layout(tmp_path):
     assert memory_model_of(config, "run").report(layout).worst.parts["reserve"] < 1e8
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("memory: {recompute: every_k, recompute_every: 3}", {"recompute": "every_k", "recompute_every": 3}),
+        ("memory: {recompute: budget, budget_gb: 2.5}", {"recompute": "budget", "recompute_budget": 2.5e9}),
+        ("memory: {activations: int8_host}", {"activation_offload": True, "activation_bits": 8}),
+        ("memory: {activations: host}", {"activation_offload": True, "activation_bits": None}),
+        ("model: {dropout: 0.1}", {"dropout": True}),
+        ("hardware: {kernels: portable}", {"flash_attention": False}),
+        ("hardware: {target: GPU, device: nvidia-h100-sxm}", {"flash_attention": False}),
+        ("parallel: {zero_stage: 3, prefetch: 2, reshard_after_forward: false}", {"prefetch": 2}),
+        ("optim: {kind: sgd}", {"precision": replace(FP32, moments=0)}),
+    ],
+)
+def test_what_a_run_file_says_reaches_the_layout(tmp_path, section, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{RUN}{section}\n")
+    layout = layout_of(load_config(path, to_run=False).config)
+    assert {name: getattr(layout, name) for name in expected} == expected
+
+
+def test_the_kernels_of_a_run_decide_what_is_kept(tmp_path):
+    peaks = {}
+    for kernels in ("native", "portable"):
+        path = tmp_path / f"{kernels}.yaml"
+        path.write_text(f"{RUN}hardware: {{kernels: {kernels}}}\n")
+        config = load_config(path).config
+        peaks[kernels] = memory_model_of(config, "run").peak(layout_of(config))
+    assert peaks["portable"] > 1.2 * peaks["native"]
+
+
 def test_an_offloaded_run_keeps_its_state_on_the_host(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(RUN + "offload: {optimizer: cpu, fraction: 0.5}\noptim: {kind: adamw}\n")

@@ -223,7 +223,6 @@ def test_calibration_scales_what_a_step_allocates():
 
 def test_kernels_of_devices():
     assert kernels_of("Ascend", 2) == ("ascend", True)
-    assert kernels_of("CPU", 4) == ("native", True)
     assert kernels_of("Ascend", 4) == kernels_of("GPU", 2) == ("portable", False)
 
 

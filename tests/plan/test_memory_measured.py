@@ -1,4 +1,4 @@
-"""The memory model against bytes that the eager engine counts on CPU, by ZeRO stage and recompute kind."""
+"""The memory model against bytes that the eager engine counts on CPU."""
 
 import pytest
 
@@ -19,15 +19,16 @@ def counted(folder):
     return cases.measure_states(folder)
 
 
-@pytest.mark.parametrize(("stage", "policy"), cases.STAGES)
+@pytest.mark.parametrize("case", cases.STATES)
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_states_are_what_the_engine_holds(folder, counted, family, stage, policy):
-    predicted = cases.predict_states(cases.read_case(folder, family, stage, policy, cases.WORLD_SIZE))
+def test_states_are_what_the_engine_holds(folder, counted, family, case):
+    predicted = cases.predict_states(cases.read_case(folder, family, case, cases.WORLD_SIZE))
     for rank in counted:
-        case = rank[f"{family}-{stage}-{policy}"]
-        for part in cases.STATE_PARTS:
-            assert predicted[part] == pytest.approx(case[part], rel=TOLERANCE), part
-        assert case["open"] <= predicted["open"] <= 2 * case["open"]
+        held = rank[f"{family} {case}"]
+        assert held.keys() == predicted.keys()
+        for part in (*cases.STATE_PARTS, *cases.HOST_PARTS):
+            assert predicted[part] == pytest.approx(held[part], rel=TOLERANCE), part
+        assert held["open"] <= predicted["open"] <= 2 * held["open"]
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -36,3 +37,14 @@ def test_saved_activations_are_what_the_engine_saves(folder, blocking, family, k
     config = cases.read_case(folder, family)
     predicted, counted = cases.predict_saved(config, kind), cases.measure_saved(config, kind)
     assert predicted == pytest.approx(counted, rel=TOLERANCE / 10)
+
+
+@pytest.mark.parametrize("place", cases.PLACES)
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_packed_activations_are_what_the_ledger_says(folder, blocking, family, place):
+    config = cases.read_case(folder, family)
+    predicted, counted = cases.predict_packed(config, place), cases.measure_packed(config, place)
+    for expected, found in zip(predicted, counted, strict=True):
+        # Packing keeps a tensor that is saved under two shapes twice: in a block, the weighted values.
+        assert 0.9 * found <= expected <= (1 + TOLERANCE) * found
+    assert (predicted[0] > 0, predicted[1] > 0) == (place == "int8", place != "int8")
