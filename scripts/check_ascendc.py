@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ascendc"))
 
+import all_finite
 import mutation
 from cases import CORES, SIZES, AdamCase, Checker, Outcome, adam_cases, stats_cases
 from emulated import (
@@ -51,11 +52,15 @@ class Figures:
     mutants_caught: int
     mutants_equivalent: int
     mutants_not_compiling: int
+    self_test_verdicts: int
+    """Verdicts of MindSpore's own kernel under the emulation; 0 where MindSpore is not installed."""
+    self_test_wrong: int
 
     @property
     def holds(self) -> bool:
         """Whether nothing failed and no mutant survived."""
-        return self.numeric_failures == 0 and self.mutants_caught == self.mutants
+        failures = self.numeric_failures + self.self_test_wrong
+        return failures == 0 and self.mutants_caught == self.mutants
 
 
 def run_numbers(checker: Checker, sizes: Sequence[int], cores: Sequence[int]) -> list[tuple[str, Outcome]]:
@@ -75,8 +80,18 @@ def run_mutants(folder: Path, tiling: TilingLibrary, quick: bool, jobs: int) -> 
     return mutation.judge(chosen, folder, tiling, jobs)
 
 
+def run_self_test(folder: Path) -> all_finite.SelfTest:
+    """MindSpore's own kernel on the same emulation."""
+    if all_finite.source_path() is None:
+        return all_finite.SelfTest(0, 0, frozenset())
+    return all_finite.self_test(Library(build_variants(folder, "all_finite", [all_finite.variant()])))
+
+
 def summarise(
-    checker: Checker, outcomes: list[tuple[str, Outcome]], verdicts: list[mutation.Verdict]
+    checker: Checker,
+    outcomes: list[tuple[str, Outcome]],
+    verdicts: list[mutation.Verdict],
+    self_test: all_finite.SelfTest,
 ) -> Figures:
     """The figures of a run."""
     fp16 = checker.adam(AdamCase("float16", "float16", 1 << 20, 48))
@@ -94,6 +109,8 @@ def summarise(
         mutants_caught=sum(verdict.reason is not None for verdict in compiled),
         mutants_equivalent=len(proven),
         mutants_not_compiling=len(verdicts) - len(compiled),
+        self_test_verdicts=self_test.verdicts,
+        self_test_wrong=self_test.wrong,
     )
 
 
@@ -130,7 +147,7 @@ def main() -> int:
         checker = Checker(Library(kernels), tiling)
         outcomes = run_numbers(checker, sizes, cores)
         verdicts = run_mutants(folder, tiling, options.quick, options.jobs)
-        figures = summarise(checker, outcomes, verdicts)
+        figures = summarise(checker, outcomes, verdicts, run_self_test(folder))
     if options.json:
         print(json.dumps(dataclasses.asdict(figures)))
     else:

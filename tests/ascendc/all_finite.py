@@ -2,11 +2,15 @@
 
 import ctypes
 import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from emulated import Library, Memory, Run, Variant
+from cases import REFERENCE, values
+from emulated import NUMPY_TYPES, Library, Memory, Run, Variant
+
+TILE = 2048
 
 _DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 27}
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -81,4 +85,49 @@ def run(library: Library, values: np.ndarray, dtype: str, cores: int, tile: int)
     assert not done.stopped, done.findings
     assert x.guards_intact()
     assert verdict.guards_intact()
-    return verdict.array[0] == 0, done
+    return bool(verdict.array[0] == 0), done
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What MindSpore's kernel did under the emulation."""
+
+    verdicts: int
+    wrong: int
+    findings: frozenset[str]
+
+
+def self_test(library: Library) -> SelfTest:
+    """Finite arrays, and arrays with one bad element, in all dtypes, on one core and on three."""
+    verdicts, wrong, findings = 0, 0, set()
+    for dtype in _DTYPE_CODES:
+        for cores in (1, 3):
+            for length in (1000, 4 * TILE + 5, 20_000):
+                for bits, expected in arrays(dtype, length):
+                    finite, done = run(library, bits, dtype, cores, TILE)
+                    verdicts, wrong = verdicts + 1, wrong + (finite != expected)
+                    findings |= set(done.findings)
+    return SelfTest(verdicts, wrong, frozenset(findings))
+
+
+def arrays(dtype: str, length: int) -> Iterator[tuple[np.ndarray, bool]]:
+    """Bits of elements, and whether all of them are finite."""
+    clean = bits_of(values(np.random.default_rng(length), length, dtype, "normal"), dtype)
+    yield clean, True
+    for value in (np.inf, -np.inf, np.nan):
+        for place in (0, length // 2, length - 1):
+            yield spoiled(clean, dtype, value, [place]), False
+
+
+def spoiled(clean: np.ndarray, dtype: str, value: float, places: Sequence[int]) -> np.ndarray:
+    """The bits of an array with `value` at `places`."""
+    bad = np.array([value], np.float32)
+    narrowed = bad if dtype == "float32" else REFERENCE.narrow(bad, np.dtype(NUMPY_TYPES[dtype]))
+    changed = clean.copy()
+    changed[list(places)] = bits_of(narrowed, dtype)[0]
+    return changed
+
+
+def bits_of(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of an array's elements."""
+    return numbers.view(np.uint32 if dtype == "float32" else np.uint16)

@@ -25,6 +25,8 @@ class FusedAdamWKernel {
     static constexpr uint32_t kScalarBytes = 96;
 
   public:
+    __aicore__ inline FusedAdamWKernel() {}
+
     __aicore__ inline void Init(const FusedAdamWAddresses& at, const FusedAdamWTiling& tiling, AscendC::TPipe* pipe) {
         uint64_t start = tiling.perCore * static_cast<uint64_t>(AscendC::GetBlockIdx());
         uint64_t left = start < tiling.length ? tiling.length - start : 0;
@@ -99,7 +101,8 @@ class FusedAdamWKernel {
         AscendC::TEventID stored = pipe_->FetchEventID(AscendC::HardEvent::S_MTE3);
         AscendC::SetFlag<AscendC::HardEvent::S_MTE3>(stored);
         AscendC::WaitFlag<AscendC::HardEvent::S_MTE3>(stored);
-        AscendC::DataCopyPad(token_, local, {1, sizeof(float), 0, 0, 0});
+        AscendC::DataCopyExtParams one{1, sizeof(float), 0, 0, 0};
+        AscendC::DataCopyPad(token_, local, one);
     }
 
     template <typename T>

@@ -25,6 +25,8 @@ class GradStatsKernel {
     static constexpr uint32_t kRowBufferItems = (1 + kGradStatsRows) * kGradStatsRowItems;
 
   public:
+    __aicore__ inline GradStatsKernel() {}
+
     __aicore__ inline void Init(GM_ADDR x, GM_ADDR partials, const GradStatsTiling& tiling, AscendC::TPipe* pipe) {
         uint64_t start = tiling.perCore * static_cast<uint64_t>(AscendC::GetBlockIdx());
         uint64_t left = start < tiling.length ? tiling.length - start : 0;

@@ -6,6 +6,8 @@ class GradStatsTotalKernel {
     static constexpr uint32_t kItems = kGradStatsRows * kGradStatsRowItems;
 
   public:
+    __aicore__ inline GradStatsTotalKernel() {}
+
     __aicore__ inline void Init(GM_ADDR partials, GM_ADDR total, AscendC::TPipe* pipe) {
         pipe_ = pipe;
         partials_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(partials));
@@ -28,7 +30,8 @@ class GradStatsTotalKernel {
         AscendC::TEventID ready = pipe_->FetchEventID(AscendC::HardEvent::S_MTE3);
         AscendC::SetFlag<AscendC::HardEvent::S_MTE3>(ready);
         AscendC::WaitFlag<AscendC::HardEvent::S_MTE3>(ready);
-        AscendC::DataCopyPad(total_, result, {1, sizeof(float), 0, 0, 0});
+        AscendC::DataCopyExtParams one{1, sizeof(float), 0, 0, 0};
+        AscendC::DataCopyPad(total_, result, one);
     }
 
   private:
