@@ -1,4 +1,4 @@
-"""The parts of scripts/check_ascendc.py, on few cases: figures that can be printed, and failures that count."""
+"""The parts of scripts/check_ascendc.py, on few cases: figures that can be printed, failures that count."""
 
 import dataclasses
 import importlib.util
