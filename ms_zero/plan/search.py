@@ -111,7 +111,7 @@ def search(
     """
     bounds = sorted(
         (
-            (time.estimate(layout).step, number, layout)
+            (time.step_seconds(layout), number, layout)
             for number, layout in enumerate(skeletons(shape, space))
         ),
         key=lambda entry: entry[:2],
@@ -151,28 +151,29 @@ def quickest_variant(
     # Other variants may be a little smaller than these.
     if all(memory.peak(least) > _SLACK * capacity.device for least in smallest(layout, space)):
         return None, 0
-    found, tried = None, 0
+    found: tuple[Layout, float] | None = None
+    tried = 0
     for base in zero_variants(layout, space):
         kinds = range(len(RECOMPUTE))
         for offload in OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]:
-            report = time.estimate(with_offload(base, replace(offload, activations=False)))
             tried += 1
-            if report.step >= limit:
+            if time.step_seconds(with_offload(base, replace(offload, activations=False))) >= limit:
                 break  # more offload is slower still
             for kind, variant, peak in _fitting(base, offload, memory, capacity, kinds):
-                report = time.estimate(variant)
+                step = time.step_seconds(variant)
                 tried += 1
-                quicker = report.step < limit
-                if quicker and not capacity.admits_host(memory, variant):
+                if step < limit and not capacity.admits_host(memory, variant):
                     continue
-                if quicker:
-                    found, limit = Candidate(layout=variant, time=report, memory=peak), report.step
+                if step < limit:
+                    found, limit = (variant, peak), step
                 if not offload.activations:
                     kinds = range(kind)  # of more offload, only less recompute is of interest
                     break
             if not kinds:
                 break
-    return found, tried
+    if found is None:
+        return None, tried
+    return Candidate(layout=found[0], time=time.estimate(found[0]), memory=found[1]), tried
 
 
 def _fitting(

@@ -55,6 +55,8 @@ class _Chunks(NamedTuple):
     """Pipeline rank that computes longest, and what it does."""
     busy: Seconds
     rank_works: tuple[Work, ...]
+    totals: tuple[float, ...]
+    """Seconds of each pipeline rank."""
 
 
 class _Exchange(NamedTuple):
@@ -103,14 +105,13 @@ class TimeModel:
         self._flops_of: dict[int, float] = {}
 
     def estimate(self, layout: Layout) -> TimeReport:
-        """Predict with the closed form of the pipeline: quick, for the search."""
+        """Predict with the closed form of the pipeline."""
         hidden = self._hidden(layout)
-        chunks = self._chunks(layout)
-        pace = chunks.pace if hidden is None else pace_of(_carried(chunks.seconds, hidden), layout.pp)
-        virtual = layout.chunks // layout.pp
-        transfer = self.transfer_seconds(layout)
-        run = closed_form(layout.schedule, layout.pp, layout.microbatches, virtual, pace, transfer)
-        return self._report(layout, hidden, run, simulated=False)
+        return self._report(layout, hidden, self._closed_form(layout, hidden), simulated=False)
+
+    def step_seconds(self, layout: Layout) -> float:
+        """Seconds of a step, as ``estimate`` predicts them; the search asks for nothing else."""
+        return self._step(layout, self._closed_form(layout, self._hidden(layout)))
 
     def simulate(self, layout: Layout) -> TimeReport:
         """Predict with the pipeline run event by event."""
@@ -122,6 +123,28 @@ class TimeModel:
         """Seconds of each model chunk and microbatch, exposed communication included."""
         hidden, chunks = self._hidden(layout), self._chunks(layout)
         return chunks.seconds if hidden is None else _carried(chunks.seconds, hidden)
+
+    def _closed_form(self, layout: Layout, hidden: tuple[_Hidden, ...] | None) -> PipelineSeconds:
+        chunks, ranks = self._chunks(layout), layout.pp
+        pace = chunks.pace
+        if hidden is not None:
+            forward = [each.forward_dp + each.forward_offload for each in hidden]
+            backward = [each.backward_dp + each.backward_offload for each in hidden]
+            pace = Pace(
+                busiest=max(
+                    total + sum(forward[rank::ranks]) + sum(backward[rank::ranks])
+                    for rank, total in enumerate(chunks.totals)
+                ),
+                forward=pace.forward + sum(forward) / ranks,
+                backward=pace.backward + sum(backward) / ranks,
+                weight=pace.weight,
+            )
+        transfer, virtual = self.transfer_seconds(layout), layout.chunks // ranks
+        return closed_form(layout.schedule, ranks, layout.microbatches, virtual, pace, transfer)
+
+    def _step(self, layout: Layout, run: PipelineSeconds) -> float:
+        moved = self._optimizer_transfers(layout)
+        return run.total + self._once(layout) + self._update(layout) + moved + self.efficiency.step_seconds
 
     def transfer_seconds(self, layout: Layout) -> float:
         """Seconds of one pipeline message; sequence-parallel ranks send a part each."""
@@ -355,7 +378,7 @@ class TimeModel:
         every_dp = count * sum(each.forward_dp + each.backward_dp for each in own)
         every_offload = count * sum(each.forward_offload + each.backward_offload for each in own)
         once, update, moved = self._once(layout), self._update(layout), self._optimizer_transfers(layout)
-        step = run.total + once + update + moved + self.efficiency.step_seconds
+        step = self._step(layout, run)
         exposed = {"tp": busy.tp, "cp": busy.cp, "ep": busy.ep, "pp": run.transfer, "dp": every_dp + once}
         idle = run.total - run.transfer - busy.total - every_dp - every_offload
         return TimeReport(
@@ -442,11 +465,11 @@ def _chunks(works: tuple[Work, ...], ranks: int) -> _Chunks:
         ChunkSeconds(forward=w.forward.total, backward=w.backward.total, weight=w.weight.total) for w in works
     )
     rank_works = tuple(_sum_works(works[rank::ranks]) for rank in range(ranks))
-    totals = [sum(phase.total for phase in work) for work in rank_works]
+    totals = tuple(sum(phase.total for phase in work) for work in rank_works)
     busiest = totals.index(max(totals))
     forward, backward, weight = rank_works[busiest]
     busy = forward.plus(backward).plus(weight)
-    return _Chunks(works, seconds, pace_of(seconds, ranks), busiest, busy, rank_works)
+    return _Chunks(works, seconds, pace_of(seconds, ranks), busiest, busy, rank_works, totals)
 
 
 def _sum_works(works: Iterable[Work]) -> Work:

@@ -60,6 +60,7 @@ def test_causes_add_up_to_the_step(model, layout):
         causes = report.causes()
         assert sum(causes.values()) == pytest.approx(report.step, rel=1e-9)
         assert min(causes.values()) >= -1e-9
+        assert report.step >= model.efficiency.step_seconds
         assert report.tokens_per_second == pytest.approx(layout.tokens_per_step / report.step)
         assert report.days(report.tokens_per_second * 86_400) == pytest.approx(1)
 
@@ -67,6 +68,7 @@ def test_causes_add_up_to_the_step(model, layout):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_closed_form_is_close_to_the_events(model, layout):
     assert model.estimate(layout).step == pytest.approx(model.simulate(layout).step, rel=0.03)
+    assert model.step_seconds(layout) == model.estimate(layout).step
 
 
 def test_a_perfect_device_reaches_its_peak_on_large_products():
