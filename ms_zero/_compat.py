@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 
 import mindspore
@@ -32,6 +33,14 @@ function_class = _Function
 no_grad = _no_grad
 
 
+_TAPED: ContextVar[bool] = ContextVar("ms_zero.tape", default=False)
+
+
+def is_taped() -> bool:
+    """Whether a :func:`tape` is what records, if anything does."""
+    return _TAPED.get()
+
+
 @contextmanager
 def tape() -> Iterator[None]:
     """Record operations for :func:`backward`.
@@ -42,9 +51,11 @@ def tape() -> Iterator[None]:
     grad_flag, enable_grad = _pynative_executor.grad_flag(), _pynative_executor.enable_grad()
     _pynative_executor.set_grad_flag(True)
     _pynative_executor.set_enable_grad(True)
+    token = _TAPED.set(True)
     try:
         yield
     finally:
+        _TAPED.reset(token)
         _pynative_executor.set_grad_flag(grad_flag)
         _pynative_executor.set_enable_grad(enable_grad)
 
@@ -101,6 +112,14 @@ def leaf(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     if requires_grad:
         found.requires_grad_(True)
     return found
+
+
+def has_backward_hooks(cell: nn.Cell) -> bool:
+    """Whether the backward of a cell calls hooks registered on it.
+
+    Checked on 2.10.0: ``Cell._backward_hook`` and ``Cell._backward_pre_hook``.
+    """
+    return bool(cell._backward_hook) or bool(cell._backward_pre_hook)
 
 
 @contextmanager

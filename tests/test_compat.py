@@ -65,6 +65,21 @@ def test_no_grad_and_outside_of_the_tape_nothing_is_recorded(weight):
     np.testing.assert_array_equal(weight._grad.asnumpy(), [5, 10, 15])
 
 
+def test_a_tape_is_told_from_the_public_way(weight):
+    seen = []
+
+    def forward(x):
+        seen.append((_compat.is_recording(), _compat.is_taped()))
+        return (weight * x).sum()
+
+    x = Tensor(np.ones(3, np.float32))
+    forward(x)
+    ms.value_and_grad(forward, 0)(x)
+    with _compat.tape():
+        forward(x)
+    assert seen == [(False, False), (True, False), (True, True)] and not _compat.is_taped()
+
+
 def test_tape_restores_the_previous_state_after_an_error(weight):
     with pytest.raises(KeyError), _compat.tape():
         raise KeyError
@@ -153,6 +168,17 @@ def test_nested_backward_leaves_the_hooks_of_the_cells_around_it_waiting(weight,
         assert (inputs is not None) == input_needs_gradient
         if input_needs_gradient:
             np.testing.assert_array_equal(inputs.asnumpy(), [4, 8, 12])
+
+
+def test_backward_hooks_are_seen_until_they_are_removed():
+    for register in ("register_backward_hook", "register_backward_pre_hook"):
+        cell = nn.Dense(2, 2)
+        cell.register_forward_hook(lambda *_: None)
+        assert not _compat.has_backward_hooks(cell)
+        handle = getattr(cell, register)(lambda *_: None)
+        assert _compat.has_backward_hooks(cell)
+        handle.remove()
+        assert not _compat.has_backward_hooks(cell)
 
 
 def test_leaf_shares_the_storage_but_not_the_graph(weight):

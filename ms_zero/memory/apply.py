@@ -7,9 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 
 from ms_zero import kernels
+from ms_zero._compat import has_backward_hooks, leaf
 from ms_zero.errors import UserError
 from ms_zero.memory.construct import Construct, Replacement, replace_construct
 from ms_zero.memory.recompute import RecomputedCall, recompute
@@ -133,14 +136,16 @@ def _recompute_segment(cells: list[nn.Cell], around: list[nn.Cell]) -> Iterator[
     segment = _Segment(cells, around)
     for number, cell in enumerate(cells):
         run = segment.member(number) if number else segment.run
-        yield replace_construct(cell, "recomputed", run, saves=number == 0)
+        saves = (lambda: False) if number else segment.is_called_by_model
+        yield replace_construct(cell, "recomputed", run, saves=saves)
 
 
 class _Segment:
     """Consecutive blocks that run again as one.
 
     The model goes on calling each block. The first call runs the whole segment and returns its result; the
-    other blocks then hand on what they are given.
+    other blocks then hand on what they are given, which has to be that result. Forward hooks of the blocks
+    fire in both calls, so they must not change a value that they have already changed (rounding may).
     """
 
     def __init__(self, cells: list[nn.Cell], around: list[nn.Cell]) -> None:
@@ -150,7 +155,18 @@ class _Segment:
         self._inside = False
         self._passed: tuple[Any, ...] = ()
 
+    def is_called_by_model(self) -> bool:
+        return not self._inside
+
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._inside:
+            return self._constructs[0](x, *args, **kwargs)
+        hooked = next((cell for cell in self._cells if has_backward_hooks(cell)), None)
+        if hooked is not None:
+            raise UserError(
+                f"recompute: a {type(hooked).__name__} in a segment has backward hooks (as stage 3 registers "
+                f"them), and a segment has one backward: choose full instead of sqrt"
+            )
         out = self._call(x, *args, **kwargs)
         self._passed = (out, *args, *kwargs.values())
         return out
@@ -158,8 +174,7 @@ class _Segment:
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         outside, self._inside = self._inside, True
         try:
-            x = self._constructs[0](x, *args, **kwargs)
-            for cell in self._cells[1:]:
+            for cell in self._cells:  # with their hooks: what they change lies between the blocks
                 x = cell(x, *args, **kwargs)
             return x
         finally:
@@ -173,7 +188,7 @@ class _Segment:
                 name = type(self._cells[number]).__name__
                 raise UserError(
                     f"recompute: block {number} of a segment ({name}) is not given the result of the block "
-                    f"before it and its other arguments, or has backward hooks: choose full instead of sqrt"
+                    f"before it and its other arguments: choose full instead of sqrt"
                 )
             if number == len(self._cells) - 1:
                 self._passed = ()
@@ -183,4 +198,16 @@ class _Segment:
 
 
 def _same(given: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    return len(given) == len(expected) and all(a is b for a, b in zip(given, expected, strict=True))
+    if len(given) != len(expected):
+        return False
+    return all(a is b or _equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether a hook left the values as they were."""
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    pair = [leaf(tensor, requires_grad=False).astype(ms.float32).asnumpy() for tensor in (left, right)]
+    return np.array_equal(*pair, equal_nan=True)

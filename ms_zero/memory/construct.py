@@ -22,15 +22,15 @@ class Replacement:
         verb: what is done to it, "recomputed" or "packed".
         run: the new computation.
         before: what stood in before, None for the cell's own method.
-        saves: whether anything is saved for backward when the model calls the cell. Within a segment only
-            the first cell's call saves, the input of the segment.
+        saves: whether a call, now, is one that saves something until backward. Of a segment the first
+            cell's call by the model does, and no call within the segment's run.
     """
 
     cell: nn.Cell
     verb: str
     run: Construct
     before: Replacement | None
-    saves: bool = True
+    saves: Callable[[], bool] = lambda: True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""
@@ -65,7 +65,9 @@ def is_recomputed(cell: nn.Cell) -> bool:
     return present is not None
 
 
-def replace_construct(cell: nn.Cell, verb: str, run: Construct, *, saves: bool = True) -> Replacement:
+def replace_construct(
+    cell: nn.Cell, verb: str, run: Construct, *, saves: Callable[[], bool] = lambda: True
+) -> Replacement:
     """Let `cell` compute `run`, which may call the present ``cell.construct`` (taken before).
 
     Raises:

@@ -17,7 +17,7 @@ Of a recomputed cell the kept inputs are packed. What its second forward saves i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -120,7 +120,8 @@ def pack_activations(
     Raises:
         UserError: a pattern matches no cell, a cell is packed already, or it lies within a recomputed one.
     """
-    chosen = _that_save(model, find_blocks(model) if cells is None else _matching(model, cells))
+    chosen = find_blocks(model) if cells is None else _matching(model, cells)
+    _check_outside(model, chosen)
     inside = {id(param) for cell in chosen.values() for param in cell.get_parameters()}
     outside = [param for param in model.get_parameters() if id(param) not in inside]
     ledger = Ledger()
@@ -128,15 +129,16 @@ def pack_activations(
     with ExitStack() as undo:  # all or nothing
         for cell in chosen.values():
             params = [*cell.get_parameters(), *outside]
-            run = _Packing(cell.construct, codec, params, min_bytes, ledger)
+            present = replacement_of(cell)
+            saves = (lambda: True) if present is None else present.saves
+            run = _Packing(cell.construct, saves, codec, params, min_bytes, ledger)
             replacements.append(replace_construct(cell, "packed", run))
             undo.callback(replacements[-1].remove)
         undo.pop_all()
     return PackedActivations(ledger, chosen, tuple(replacements))
 
 
-def _that_save(model: nn.Cell, cells: dict[str, nn.Cell]) -> dict[str, nn.Cell]:
-    """Those of the cells that save something themselves."""
+def _check_outside(model: nn.Cell, cells: dict[str, nn.Cell]) -> None:
     recomputed = [path for path, cell in model.cells_and_names() if is_recomputed(cell)]
     for path, cell in cells.items():
         outer = next((other for other in recomputed if path.startswith(f"{other}.")), None)
@@ -145,8 +147,6 @@ def _that_save(model: nn.Cell, cells: dict[str, nn.Cell]) -> dict[str, nn.Cell]:
                 f"memory: {path} ({type(cell).__name__}) lies within {outer}, which is recomputed: "
                 f"pack that one"
             )
-    found = {path: replacement_of(cell) for path, cell in cells.items()}
-    return {path: cells[path] for path, present in found.items() if present is None or present.saves}
 
 
 def _matching(model: nn.Cell, patterns: str | Sequence[str]) -> dict[str, nn.Cell]:
@@ -213,13 +213,14 @@ class _Packing:
     """Runs a construct whose saved tensors are packed."""
 
     construct: Construct
+    saves: Callable[[], bool]
     codec: Codec
     params: Sequence[Parameter]
     min_bytes: int
     ledger: Ledger
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_recording():
+        if not (is_recording() and self.saves()):
             return self.construct(*args, **kwargs)
         tensors, _ = flatten((args, kwargs))
         session = _Session(self, [tensor for tensor in tensors if not needs_gradient(tensor)])

@@ -11,7 +11,8 @@ in the backward-pre hook therefore serves the re-forward with the same fetch. Ho
 the computation and fire again.
 
 PyNative only, and gradients are taken by ``_compat.backward``: under ``mindspore.value_and_grad`` the
-parameters of a recomputed cell would get none. A tensor that needs a gradient has to come in as an argument.
+parameters of a recomputed cell would get none, so that is refused. A tensor
+that needs a gradient has to come in as an argument.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ms_zero._compat import (
     backward,
     device_target,
     function_class,
+    is_recording,
+    is_taped,
     leaf,
     needs_gradient,
     nested_backward,
@@ -92,6 +95,11 @@ class RecomputedCall:
         """Run the function and keep its arguments."""
         tensors, spec = flatten((args, kwargs))
         trainable = any(param.requires_grad for param in self._params)
+        if trainable and is_recording() and not is_taped():
+            raise UserError(
+                "recompute: under mindspore.value_and_grad the parameters of a recomputed cell get no "
+                "gradient: record by model.record() of ms_zero.zero.shard, or use mindspore's recompute"
+            )
         run = _Run(self._construct, spec, self._states, self._around)
         outputs = _Recompute.apply(run, self._anchor if trainable else None, *tensors)
         return unflatten(iter(outputs), run.output_spec)

@@ -6,6 +6,8 @@ from mindspore import Tensor, nn
 from ms_zero import kernels, memory
 from ms_zero._compat import backward, gradient, tape
 from ms_zero.errors import UserError
+from ms_zero.precision import autocast
+from ms_zero.precision.policy import policy
 from tests.memory.training import assert_bitwise, batch, build, forward, leaf_of, step
 
 SIZES = {"none": 1000, "selective": 400, "full": 50}
@@ -28,6 +30,23 @@ def test_every_policy_trains_bitwise_as_without(family):
         assert_bitwise(step(model), plain)
         applied.remove()
     assert_bitwise(step(model), plain)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_under_a_16_bit_policy(name):
+    """Roundings between cells happen again in the second forward."""
+    model = build("llama", num_layers=2)
+    if name == "fp16":
+        wide = autocast.fp32_parameters(model)
+        for path, param in model.parameters_and_names():
+            if path not in wide:
+                param.data = param.astype(ms.float16)
+    autocast.apply(model, policy(name), "CPU")
+    plain = step(model)
+    for kind in ("full", "sqrt", "selective"):
+        applied = memory.apply_recompute(model, kind)
+        assert_bitwise(step(model), plain)
+        applied.remove()
 
 
 def test_what_was_wrapped():
@@ -166,5 +185,16 @@ def test_a_segment_refuses_backward_hooks_between_its_blocks():
     model = Chain()
     model.blocks[0].register_backward_hook(lambda *_: None)
     memory.apply_recompute(model, "sqrt")
-    with tape(), pytest.raises(UserError, match="or has backward hooks: choose full instead of sqrt"):
+    with tape(), pytest.raises(UserError, match="a Dense in a segment has backward hooks"):
         model(leaf_of(np.ones((2, 3))))
+
+
+def test_a_segment_refuses_what_happens_between_its_blocks():
+    class Between(Chain):
+        def construct(self, x):
+            return self.blocks[1](self.blocks[0](x) * 2.0)
+
+    model = Between()
+    memory.apply_recompute(model, "sqrt")
+    with pytest.raises(UserError, match="is not given the result"):
+        model(Tensor(np.ones((2, 3), np.float32)))
