@@ -28,7 +28,8 @@ def estimate(
     """
     loaded = load_config(run, overrides, workers, to_run=False)
     layout = layout_of(loaded.config)
-    memory = memory_model_of(loaded.config, loaded.label, calibration_from(calibrate))
+    calibration = calibration_from(calibrate, loaded.config.hardware.target)
+    memory = memory_model_of(loaded.config, loaded.label, calibration)
     require_valid(layout, memory.shape)
     name = cluster or loaded.config.hardware.device
     device = load_device(name) if name else None
@@ -50,13 +51,13 @@ def estimate(
     return 2 if shortage else 0
 
 
-def calibration_from(logs: Sequence[str]) -> Calibration | None:
-    """Correct the memory model by measured runs; None without any."""
+def calibration_from(logs: Sequence[str], target: str) -> Calibration | None:
+    """Correct the memory model by runs measured on a kind of device; None without any."""
     if not logs:
         return None
     from ms_zero.plan.calibrate import calibrate, read_run
 
-    return calibrate([read_run(log) for log in logs])
+    return calibrate([read_run(log) for log in logs], target)
 
 
 def _time_model(loaded: Loaded, memory: MemoryModel, device: Device | None) -> tuple[TimeModel | None, str]:

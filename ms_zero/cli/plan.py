@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ms_zero.cli.estimate import calibration_from
 from ms_zero.errors import UserError
+from ms_zero.hardware import load_device
 from ms_zero.plan.explain import describe, explain_plan
 from ms_zero.plan.html import write_page
 from ms_zero.plan.planner import Plan, Request, limit_of, make_plan
@@ -41,7 +42,7 @@ def plan(
         global_batch_size=global_batch,
         dtype=precision,
         offload=not no_offload,
-        calibration=calibration_from(calibrate),
+        calibration=calibration_from(calibrate, load_device(cluster).target),
     )
     made = make_plan(request)
     print("\n".join(explain_plan(made, top)))

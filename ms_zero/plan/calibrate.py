@@ -4,8 +4,9 @@ A run writes `logs/metrics-00000.jsonl`: its effective config, then one record a
 rank and its tokens per second. The memory model splits its estimate into what is known exactly (weights,
 gradients, optimizer state), what a step allocates (activations, logits, temporaries: off by a factor) and the
 runtime's reserve (off by an amount). One run gives one equation: what it used beyond the estimate counts as
-the factor, so that larger layouts are corrected more; what it used less is first taken off the reserve. Runs
-that differ give both by least squares.
+the factor, up to 1.5, so that larger layouts are corrected more, and the rest as reserve; what it used less
+is first taken off the reserve. Runs that differ give both by least squares. On a CPU, where memory is that of
+the whole process, one run gives the reserve alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ms_zero.plan.run import layout_of, memory_model_of
 
 _STATES = ("weights", "gradients", "master", "moments")
 _WARM_UP = 0.5  # share of the records, from the first, that rates are not taken from
+_MAX_SCALE = 1.5  # a larger factor from a single run is more likely the runtime's own memory
 _SPREAD = 0.2  # two runs whose allocations differ by less say nothing about a factor
 
 
@@ -75,18 +77,33 @@ def read_run(path: str | Path) -> MeasuredRun:
     )
 
 
-def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
-    """Correct the memory model by one or more runs; raises UserError when none tells its memory."""
+def calibrate(runs: Sequence[MeasuredRun], target: str | None = None) -> Calibration:
+    """Correct the memory model by one or more runs.
+
+    Args:
+        runs: what was measured.
+        target: device target that is planned for; None: that of the runs.
+
+    Raises:
+        UserError: no run tells its memory, or they ran on another kind of device.
+
+    """
     used = [run for run in runs if run.memory_bytes is not None]
     if not used:
         raise UserError("no run tells its memory; memory_bytes is missing in the step records")
+    target = target or used[0].config.hardware.target
+    for run in used:
+        if run.config.hardware.target != target:
+            found = run.config.hardware.target
+            raise UserError(f"{run.label}: measured on {found}, which says nothing about {target}; run there")
     points = [_point(run) for run in used]
     source = ", ".join(run.label for run in used)
     dynamic = [point.dynamic for point in points]
     if max(dynamic) > min(dynamic) * (1 + _SPREAD):
         scale, reserve = _fit(points)
     else:
-        scale, reserve = _single(max(points, key=lambda point: point.measured - point.predicted))
+        worst = max(points, key=lambda point: point.measured - point.predicted)
+        scale, reserve = _single(worst, 1.0 if target == "CPU" else _MAX_SCALE)
     return Calibration(dynamic_scale=scale, reserve=reserve, source=source)
 
 
@@ -117,12 +134,13 @@ def _worst(model: MemoryModel, config: RunConfig) -> StageMemory:
     return model.report(layout_of(config)).worst
 
 
-def _single(point: _Point) -> tuple[float, float]:
+def _single(point: _Point, max_scale: float) -> tuple[float, float]:
     """Scale and reserve that make one estimate equal to its measurement."""
     beyond = point.measured - point.predicted
     allocated = point.dynamic * (1 + point.margin)
     if beyond >= 0:
-        return 1 + beyond / allocated, point.reserve
+        scale = min(max_scale, 1 + beyond / allocated)
+        return scale, point.measured - point.states - scale * allocated
     reserve = max(0.0, point.reserve + beyond)
     left = point.measured - point.states - reserve
     return max(0.0, left / allocated) if reserve == 0 else 1.0, reserve

@@ -55,9 +55,28 @@ def test_after_one_run_the_estimate_is_its_measurement(tmp_path, factor):
 
 def test_more_than_estimated_is_a_factor_and_less_the_reserve(tmp_path):
     more = calibrate([read_run(log(tmp_path, 4, lambda worst: 1.2 * worst.peak))])
-    assert more.dynamic_scale > 1 and more.reserve == RESERVE
+    assert more.dynamic_scale > 1 and more.reserve == pytest.approx(RESERVE)
     less = calibrate([read_run(log(tmp_path, 4, lambda worst: worst.peak - 1e9))])
     assert less.dynamic_scale == 1 and less.reserve == pytest.approx(RESERVE - 1e9, rel=1e-6)
+
+
+def test_one_run_never_gives_a_large_factor(tmp_path):
+    calibration = calibrate([read_run(log(tmp_path, 1, lambda worst: worst.peak + 20e9))])
+    assert calibration.dynamic_scale == 1.5
+    assert calibration.reserve > 10e9
+
+
+def test_a_run_on_a_cpu_calibrates_cpus_only(tmp_path):
+    file = log(tmp_path, 4, lambda worst: worst.peak + 1e9)
+    path = tmp_path / "metrics-4.jsonl"
+    text = path.read_text().replace("target: Ascend", "target: CPU")
+    path.write_text(text.replace("device: ascend-910b2", "device: cpu"))
+    run = read_run(file)
+    calibration = calibrate([run])
+    assert calibration.dynamic_scale == 1
+    assert corrected_peak(calibration, run) == pytest.approx(run.memory_bytes, rel=1e-6)
+    with pytest.raises(UserError, match=r"measured on CPU, which says nothing about Ascend; run there"):
+        calibrate([run], "Ascend")
 
 
 def test_two_runs_give_factor_and_reserve(tmp_path):
@@ -103,7 +122,7 @@ def test_the_last_start_in_a_log_counts(tmp_path):
 )
 def test_what_is_no_log_is_refused(tmp_path, text, message):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(text)
+    path.write_text(text.replace("device: ascend-910b2", "device: cpu"))
     with pytest.raises(UserError, match=message) as caught:
         read_run(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
