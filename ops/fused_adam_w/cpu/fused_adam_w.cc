@@ -64,14 +64,20 @@ struct Output<NoOutput> {
   MSZ_INLINE void write(void *, int64_t, Floats) {}
 };
 
-template <class Grad, class Low>
-MSZ_INLINE void update_vector(const Arrays &a, int64_t i, const Coefficients &c) {
-  Floats p = load(at(a.param, i)), m = load(at(a.exp_avg, i)), v = load(at(a.exp_avg_sq, i));
-  update(p, m, v, Grad::read(at(static_cast<const typename Grad::Element *>(a.grad), i)), c);
-  store(at(a.exp_avg, i), m);
-  store(at(a.exp_avg_sq, i), v);
-  store(at(a.param, i), p);
-  Output<Low>::write(a.low_precision, i, p);
+// Loads of all arrays come before the first store: more of them are under way at a time.
+template <class Grad, class Low, int count>
+MSZ_INLINE void update_vectors(const Arrays &a, int64_t begin, const Coefficients &c) {
+  const auto *grad = static_cast<const typename Grad::Element *>(a.grad);
+  Floats p[count], m[count], v[count], g[count];
+  for (int k = 0; k < count; ++k) g[k] = Grad::read(at(grad, begin + k * kWidth));
+  for (int k = 0; k < count; ++k) m[k] = load(at(a.exp_avg, begin + k * kWidth));
+  for (int k = 0; k < count; ++k) v[k] = load(at(a.exp_avg_sq, begin + k * kWidth));
+  for (int k = 0; k < count; ++k) p[k] = load(at(a.param, begin + k * kWidth));
+  for (int k = 0; k < count; ++k) update(p[k], m[k], v[k], g[k], c);
+  for (int k = 0; k < count; ++k) store(at(a.exp_avg, begin + k * kWidth), m[k]);
+  for (int k = 0; k < count; ++k) store(at(a.exp_avg_sq, begin + k * kWidth), v[k]);
+  for (int k = 0; k < count; ++k) store(at(a.param, begin + k * kWidth), p[k]);
+  for (int k = 0; k < count; ++k) Output<Low>::write(a.low_precision, begin + k * kWidth, p[k]);
 }
 
 // The last elements, fewer than a vector, in buffers padded with zeros.
@@ -85,7 +91,7 @@ void update_tail(const Arrays &a, int64_t begin, int64_t count, const Coefficien
   std::memcpy(m, at(a.exp_avg, begin), bytes);
   std::memcpy(v, at(a.exp_avg_sq, begin), bytes);
   std::memcpy(g, at(static_cast<const typename Grad::Element *>(a.grad), begin), count * sizeof g[0]);
-  update_vector<Grad, Low>({p, m, v, g, low}, 0, c);
+  update_vectors<Grad, Low, 1>({p, m, v, g, low}, 0, c);
   std::memcpy(at(a.exp_avg, begin), m, bytes);
   std::memcpy(at(a.exp_avg_sq, begin), v, bytes);
   std::memcpy(at(a.param, begin), p, bytes);
@@ -97,8 +103,10 @@ void update_tail(const Arrays &a, int64_t begin, int64_t count, const Coefficien
 
 template <class Grad, class Low>
 void update_range(const Arrays &a, int64_t begin, int64_t end, const Coefficients &c) {
+  constexpr int kUnroll = 4;
   int64_t i = begin;
-  for (; i + kWidth <= end; i += kWidth) update_vector<Grad, Low>(a, i, c);
+  for (; i + kUnroll * kWidth <= end; i += kUnroll * kWidth) update_vectors<Grad, Low, kUnroll>(a, i, c);
+  for (; i + kWidth <= end; i += kWidth) update_vectors<Grad, Low, 1>(a, i, c);
   if (i < end) update_tail<Grad, Low>(a, i, end - i, c);
 }
 
