@@ -105,16 +105,16 @@ def _wanted(plan: Plan, layout: Layout, output_dir: str) -> Iterator[tuple[str, 
 
 def _memory_keys(layout: Layout) -> Iterator[tuple[str, str, Any, Any]]:
     if layout.recompute != "none":
-        yield "recompute", "kind", layout.recompute, "none"
+        yield "memory", "recompute", layout.recompute, "none"
         if layout.recompute == "every_k":
-            yield "recompute", "every", layout.recompute_every, 1
+            yield "memory", "recompute_every", layout.recompute_every, 1
+    if layout.activation_offload:
+        yield "memory", "activations", "host", "device"
     if layout.optimizer_offload:
         yield "offload", "optimizer", layout.offload_to, "none"
         yield "offload", "fraction", layout.optimizer_offload, 1.0
     if layout.parameter_offload:
         yield "offload", "params", "cpu", "none"
-    if layout.activation_offload:
-        yield "offload", "activations", "cpu", "none"
 
 
 def _hardware_keys(device: Device) -> Iterator[tuple[str, str, Any, Any]]:

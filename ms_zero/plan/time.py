@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from ms_zero.errors import UserError
 from ms_zero.hardware import Device
-from ms_zero.plan.activations import FUSED, layer_activations
+from ms_zero.plan.activations import FUSED, layer_activations, packed_share
 from ms_zero.plan.efficiency import EFFICIENCY, Efficiency
 from ms_zero.plan.flops import shape_flops
-from ms_zero.plan.layout import Layout
+from ms_zero.plan.layout import Layout, in_flight
 from ms_zero.plan.network import Network, network_of
 from ms_zero.plan.parameters import (
     DeviceParameters,
@@ -39,6 +39,7 @@ from ms_zero.plan.pipeline import (
     pace_of,
     simulated_by_name,
 )
+from ms_zero.plan.recompute import plan_recompute
 from ms_zero.plan.report import TimeReport
 from ms_zero.plan.shapes import LayerShape, ModelShape
 from ms_zero.plan.update import update_bytes, update_seconds
@@ -167,8 +168,10 @@ class TimeModel:
     def _chunks(self, layout: Layout) -> _Chunks:
         key = (
             layout.pp, layout.virtual_stages, layout.chunk_layers, layout.recompute,
-            layout.recompute_every, _work_key(layout),
+            layout.recompute_every, layout.recompute_budget, _work_key(layout),
         )  # fmt: skip
+        if layout.recompute == "budget":
+            key += (layout.schedule, layout.microbatches)
         if key not in self._chunks_of:
             works = self._chunk_works(layout, layout.layers_of_chunks(self.shape.num_layers))
             self._chunks_of[key] = _chunks(works, layout.pp)
@@ -180,16 +183,43 @@ class TimeModel:
         works, start = [], 0
         for count in bounds:
             parts = self.shape.layers_between(start, start + count)
-            if parts not in sums:
-                sums[parts] = _sum_works(
+            flying = self._flying(layout, len(works))
+            if (parts, flying) not in sums:
+                sums[parts, flying] = _sum_works(
                     layers[layer, kind].times(number)
-                    for layer, kind, number in _by_recompute(parts, layout.recompute, layout.recompute_every)
+                    for layer, kind, number in self._kinds(layout, parts, flying)
                 )
-            works.append(sums[parts])
+            works.append(sums[parts, flying])
             start += count
         works[0] = works[0].plus(embedding)
         works[-1] = works[-1].plus(head)
         return tuple(works)
+
+    def _flying(self, layout: Layout, chunk: int) -> int:
+        """Microbatches in flight that a recompute budget is shared by; 0 without one."""
+        if layout.recompute != "budget":
+            return 0
+        rank = chunk % layout.pp
+        return max(in_flight(layout.schedule, layout.pp, rank, layout.microbatches, layout.virtual_stages))
+
+    def _kinds(
+        self, layout: Layout, parts: tuple[tuple[int, LayerShape], ...], flying: int
+    ) -> Iterator[tuple[LayerShape, str, int]]:
+        """What the layers of a chunk run again, as (layer, none | selective | full, number)."""
+        if layout.recompute != "budget":
+            yield from _by_recompute(parts, layout.recompute, layout.recompute_every)
+            return
+        layers = [layer for number, layer in parts for _ in range(number)]
+        counts = [layer_activations(self.shape, layer, layout, FUSED) for _, layer in parts]
+        largest = max(counts, key=lambda count: count.none)
+        plan = plan_recompute(
+            "budget",
+            len(layers),
+            budget_bytes=layout.recompute_budget,
+            bytes_of=lambda kind: round(largest.kept(kind)),
+            in_flight=flying,
+        )
+        yield from ((layer, kind, 1) for layer, kind in zip(layers, plan.kinds(len(layers)), strict=True))
 
     def _layer_works(self, layout: Layout) -> tuple[dict[tuple[LayerShape, str], Work], Work, Work]:
         """Work of each kind of layer by what it runs again; of the embedding; of the head."""
@@ -308,13 +338,16 @@ class TimeModel:
         return seconds
 
     def _kept_bytes(self, layout: Layout) -> float:
-        """Activations that a mean chunk keeps of a microbatch."""
+        """Bytes of activations that a mean chunk keeps of a microbatch."""
         split = _by_recompute(self.shape.blocks, layout.recompute, layout.recompute_every)
         layers = sum(
             number * layer_activations(self.shape, layer, layout, FUSED).kept(kind)
             for layer, kind, number in split
         )
-        return layers / layout.chunks
+        kept = layers / layout.chunks
+        if layout.recompute == "budget":
+            kept = min(kept, layout.recompute_budget / layout.virtual_stages)
+        return packed_share(layout) * kept
 
     def _host_rate(self, layout: Layout) -> float:
         name = "nvme_bandwidth" if layout.offload_to == "nvme" else "host_bandwidth"

@@ -90,6 +90,17 @@ def test_full_recompute_adds_a_forward_of_the_layers(model):
     assert full.hardware_flops_per_device > full.flops_per_device
 
 
+def test_a_budget_recomputes_as_much_as_it_must(model):
+    none, full = (model.estimate(BASE.replace(recompute=kind)) for kind in ("none", "full"))
+    steps = []
+    for gigabytes in (200, 15, 8):
+        layout = BASE.replace(recompute="budget", recompute_budget=gigabytes * 1e9)
+        steps.append(model.estimate(layout).recompute)
+    assert steps[0] == none.recompute == 0
+    assert steps == sorted(steps)
+    assert 0 < steps[1] < steps[-1] <= full.recompute
+
+
 def test_the_optimizer_streams_its_bytes(model):
     parameters = 6_738_415_616
     rate = DEVICE.memory_bandwidth * model.efficiency.memory
