@@ -31,7 +31,7 @@ LAYERS = {
     "ms_zero.kernels": 2,
     "ms_zero.models": 3,
     "ms_zero.precision": 3,
-    "ms_zero.zero": 3,
+    "ms_zero.zero": 3.5,  # on precision: what a policy says about dtypes, and the loss scale
     "ms_zero.parallel": 3,
     "ms_zero.pipeline.stage": 3,
     "ms_zero.pipeline.runtime": 3,

@@ -20,6 +20,7 @@ from mindspore import Tensor, ops
 
 from ms_zero import kernels
 from ms_zero.optim.clip import GradientDecision, decide
+from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.sharded import Sharded
 from ms_zero.zero.states import DEVICE, DeviceStates, StateStore
 
@@ -176,7 +177,7 @@ class _Optimizer:
         if values.dtype == ms.float32:
             self._rule(values, *moments, grad, step=step, **scalars)
             return
-        target = values.astype(ms.float32) if master is None else master
+        target = as_dtype(values, ms.float32) if master is None else master
         self._rule(target, *moments, grad, step=step, low_precision=values, **scalars)
 
     def _update_on_host(
@@ -189,7 +190,7 @@ class _Optimizer:
         scalars: dict[str, float],
     ) -> None:
         rounded = None if values.dtype == ms.float32 else _to_host(values)
-        target = _to_host(values.astype(ms.float32)) if master is None else master
+        target = _to_host(as_dtype(values, ms.float32)) if master is None else master
         self._host_rule(target, *moments, _to_host(grad), step=step, low_precision=rounded, **scalars)
         values.copy_(Tensor(target if rounded is None else rounded))
 

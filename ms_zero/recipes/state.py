@@ -12,13 +12,14 @@ import numpy as np
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.optim.optimizer import MASTER, Optimizer
 from ms_zero.zero.bucket import Bucket, ValueSource
+from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.sharded import Sharded
 
 
 def gradient_shards(sharded: Sharded) -> Iterator[tuple[Shard, np.ndarray]]:
     """This rank's part of the reduced gradient, loss scale taken out, between reduction and update."""
     for bucket in sharded.buckets:
-        reduced = bucket.reduced.astype(ms.float32).asnumpy() / np.float32(sharded.loss_scale)
+        reduced = as_dtype(bucket.reduced, ms.float32).asnumpy() / np.float32(sharded.loss_scale)
         yield from _pieces("", bucket, reduced, bucket.chunk, sharded.saves(bucket))
 
 
@@ -26,7 +27,7 @@ def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard
     """This rank's part of parameters and optimizer state; together the ranks cover all once."""
     for bucket in sharded.all_buckets:
         if not (bucket.has_gradient and MASTER in optimizer.kinds):
-            values = bucket.store.astype(ms.float32).asnumpy()
+            values = as_dtype(bucket.store, ms.float32).asnumpy()
             yield from _pieces("model.", bucket, values, bucket.stored, sharded.saves(bucket))
     for index, bucket in enumerate(sharded.buckets):
         for kind in optimizer.kinds:

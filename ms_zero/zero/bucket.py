@@ -20,6 +20,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
+from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.layout import BucketLayout
 
 # (parameter name, start, stop) -> the values of that flat range, fp32
@@ -87,7 +88,7 @@ class Bucket:
 
     def encode(self, values: np.ndarray) -> Tensor:
         """A new tensor of the stored dtype."""
-        return Tensor(values).astype(self.dtype)
+        return as_dtype(Tensor(values), self.dtype)
 
     def assemble(self, values: ValueSource, start: int, stop: int) -> np.ndarray:
         """The range ``[start, stop)`` of full as fp32, padded with zeros."""
@@ -135,8 +136,8 @@ class Bucket:
 
     def _flat_gradient(self, name: str, numel: int, dtype: ms.Type) -> Tensor:
         grad = self._pending.get(name)
-        return _zeros(numel, dtype) if grad is None else grad.reshape((-1,)).astype(dtype)
+        return _zeros(numel, dtype) if grad is None else as_dtype(grad.reshape((-1,)), dtype)
 
 
 def _zeros(numel: int, dtype: Any) -> Tensor:
-    return Tensor(np.zeros(numel, np.float32)).astype(dtype)
+    return as_dtype(Tensor(np.zeros(numel, np.float32)), dtype)

@@ -25,6 +25,7 @@ from mindspore import Tensor
 from ms_zero.comm import Communicator, Group, Handle
 from ms_zero.errors import UserError
 from ms_zero.zero.bucket import Bucket
+from ms_zero.zero.convert import as_dtype
 
 # Reductions under way at once: enough to hide one behind the other, few enough to bound what they hold.
 _MAX_IN_FLIGHT = 2
@@ -115,8 +116,9 @@ class GradientReducer:
             self._collect()
         if self._replica_group.size > 1:
             for bucket in self.buckets:
-                wire = bucket.reduced.astype(self._wire_dtype)
-                bucket.reduced = self._comm.all_reduce(wire, self._replica_group).astype(self._kept_dtype)
+                wire = as_dtype(bucket.reduced, self._wire_dtype)
+                total = self._comm.all_reduce(wire, self._replica_group)
+                bucket.reduced = as_dtype(total, self._kept_dtype)
 
     def in_flight_bytes(self) -> int:
         """Bytes of the chunks whose reduction is under way."""
@@ -140,7 +142,7 @@ class GradientReducer:
         bucket.held = flat if bucket.held is None else bucket.held + flat
         if self._is_last:
             total, bucket.held = bucket.held, None
-            self._reduce(bucket, total.astype(self._wire_dtype))
+            self._reduce(bucket, as_dtype(total, self._wire_dtype))
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> None:
         self._in_flight.append((bucket, self._comm.reduce_scatter_async(flat, self._shard_group)))
@@ -149,5 +151,5 @@ class GradientReducer:
 
     def _collect(self) -> None:
         bucket, handle = self._in_flight.popleft()
-        chunk = handle.wait().astype(self._kept_dtype)
+        chunk = as_dtype(handle.wait(), self._kept_dtype)
         bucket.reduced = chunk if bucket.reduced is None else bucket.reduced + chunk

@@ -32,6 +32,7 @@ from ms_zero.errors import UserError
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
+from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.gradients import GradientReducer
 from ms_zero.zero.layout import BucketLayout, ParamSpec, plan_buckets
 from ms_zero.zero.units import UnitSpec, Wrap, plan_units, wrap_blocks
@@ -288,7 +289,7 @@ class Sharded:
     def _places(self, params: Mapping[str, Parameter], dtypes: Mapping[str, tuple]) -> dict[str, Place]:
         """Where each parameter lies; sets it to its resting form."""
         places = {}
-        placeholder = Tensor(np.zeros(1, np.float32)).astype(DTYPES[self.options.policy.param])
+        placeholder = as_dtype(Tensor(np.zeros(1, np.float32)), DTYPES[self.options.policy.param])
         for bucket in self.all_buckets:
             for slot in bucket.layout.slots:
                 resting = placeholder if bucket.is_sharded else slot.view(bucket.store)
@@ -323,7 +324,7 @@ class Sharded:
 
     def _receive(self, index: int, name: str, grid: ms.Type | None, dropped: Tensor) -> Callable[[Any], Any]:
         def receive(grad: Tensor) -> Tensor:
-            self._reducer.deliver(index, name, grad if grid is None else grad.astype(grid))
+            self._reducer.deliver(index, name, grad if grid is None else as_dtype(grad, grid))
             return dropped
 
         return receive

@@ -13,8 +13,8 @@ complete). A cell that is recomputed runs its second forward between the last tw
 window; when several units are recomputed as one, each opens in the second forward and stays open until its
 backward has ended.
 
-A unit of several cells stays open from its first to its last one. What is gathered ahead is what the pass
-before opened next; the first pass gathers on demand.
+A unit of several cells stays open from its first to its last one. What is gathered ahead is what the last
+complete pass opened next, as long as this one takes the same course; the first pass gathers on demand.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_zero._compat import is_recording
 from ms_zero.comm import Communicator, Group, Handle
 from ms_zero.zero.bucket import Bucket
+from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.layout import Slot
 
 
@@ -58,8 +59,8 @@ class Place:
         """Set the parameter to the working form of its part of full."""
         value = self.slot.view(full)
         if self.grid is not None:
-            value = value.astype(self.grid)
-        self.param.data = value.astype(self.working) if value.dtype != self.working else value
+            value = as_dtype(value, self.grid)
+        self.param.data = as_dtype(value, self.working)
 
 
 @dataclass
@@ -114,9 +115,10 @@ class Windows:
         self._units, self._comm, self._group = list(units), comm, group
         self._reshard_after_forward, self._prefetch = reshard_after_forward, prefetch
         self._on_unit_end = on_unit_end
-        self._next = {"forward": {}, "backward": {}}  # unit -> the one opened after it
-        self._last_opened: int | None = None
         self._in_backward = False
+        # Numbers of the units in the order of this pass so far, and of the last complete one.
+        self._current: list[int] = []
+        self._recorded: dict[bool, list[int]] = {False: [], True: []}
         for unit in self._units:
             for cell in unit.cells:
                 self._register(unit, cell)
@@ -129,7 +131,7 @@ class Windows:
             unit.ran.clear()
             unit.gathers.clear()
             self._close(unit)
-        self._last_opened = None
+        self._end_pass()
         self._in_backward = False
 
     def open_bytes(self) -> int:
@@ -137,24 +139,27 @@ class Windows:
         return sum(_shown_bytes(unit) for unit in self._units if unit.is_open or unit.gathers)
 
     def _register(self, unit: Unit, cell: nn.Cell) -> None:
-        cell.register_forward_pre_hook(lambda *_: self._before(unit, "forward"))
+        cell.register_forward_pre_hook(lambda *_: self._before(unit, backward=False))
         cell.register_forward_hook(lambda cell, inputs, output: self._after_forward(unit, cell))
-        cell.register_backward_pre_hook(lambda *_: self._before(unit, "backward"))
+        cell.register_backward_pre_hook(lambda *_: self._before(unit, backward=True))
         cell.register_backward_hook(lambda *_: self._after_backward(unit))
 
-    def _before(self, unit: Unit, phase: str) -> None:
-        self._in_backward |= phase == "backward"
+    def _before(self, unit: Unit, *, backward: bool) -> None:
+        if backward and not self._in_backward:
+            self._current.clear()
+            self._in_backward = True
         self._open(unit)
-        follows = self._next[phase]
-        if self._last_opened is not None and self._last_opened != unit.number:
-            follows[self._last_opened] = unit.number
-        self._last_opened = unit.number
-        ahead = unit.number
-        for _ in range(self._prefetch):
-            ahead = follows.get(ahead)
-            if ahead is None:
-                return
-            self._gather(self._units[ahead])
+        position = len(self._current)
+        self._current.append(unit.number)
+        recorded = self._recorded[self._in_backward]
+        if recorded[position : position + 1] == [unit.number]:
+            for ahead in recorded[position + 1 : position + 1 + self._prefetch]:
+                self._gather(self._units[ahead])
+
+    def _end_pass(self) -> None:
+        if self._current:
+            self._recorded[self._in_backward] = self._current
+            self._current = []
 
     def _after_forward(self, unit: Unit, cell: nn.Cell) -> None:
         unit.calls += is_recording()
@@ -166,7 +171,8 @@ class Windows:
         for unit in self._units:
             if unit.ran:
                 self._end_forward_window(unit)
-        self._last_opened = None
+        if not self._in_backward:
+            self._end_pass()
 
     def _end_forward_window(self, unit: Unit) -> None:
         unit.ran.clear()
