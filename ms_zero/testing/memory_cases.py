@@ -21,10 +21,10 @@ from ms_zero.plan.shapes import from_config
 from ms_zero.testing.workers import run_workers
 
 WORLD_SIZE = 2
-FAMILIES: Mapping[str, str] = {
-    "gpt": "{family: gpt, hidden_size: 96, num_layers: 5, num_heads: 4, max_seq_len: 64}",
-    "llama": "{family: llama, hidden_size: 96, num_layers: 5, num_heads: 4, num_kv_heads: 2, "
-    "ffn_hidden_size: 256, max_seq_len: 64}",
+FAMILIES: Mapping[str, str] = {  # sizes that chunks do not divide
+    "gpt": "{family: gpt, vocab_size: 259, hidden_size: 95, num_layers: 5, num_heads: 5, max_seq_len: 63}",
+    "llama": "{family: llama, vocab_size: 259, hidden_size: 95, num_layers: 5, num_heads: 6, "
+    "num_kv_heads: 2, head_dim: 18, ffn_hidden_size: 253, max_seq_len: 63}",
 }
 STATES: Mapping[str, str] = {
     "stage 0": "parallel: {zero_stage: 0}",

@@ -28,7 +28,8 @@ def test_states_are_what_the_engine_holds(folder, counted, family, case):
         assert held.keys() == predicted.keys()
         for part in (*cases.STATE_PARTS, *cases.HOST_PARTS):
             assert predicted[part] == pytest.approx(held[part], rel=TOLERANCE), part
-        assert held["open"] <= predicted["open"] <= 2 * held["open"]
+        # A padded chunk may add a few bytes; what is fetched ahead is not always there.
+        assert 0.999 * held["open"] <= predicted["open"] <= 2 * held["open"]
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
