@@ -37,6 +37,12 @@ def bits(tensor):
     return array.view(np.uint16) if tensor.dtype == ms.bfloat16 else array
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """MindSpore leaves a folder custom_kernel_meta where a custom operator is made."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(params=["graph", "pynative"])
 def mode(request):
     ms.set_context(mode=ms.GRAPH_MODE if request.param == "graph" else ms.PYNATIVE_MODE)
