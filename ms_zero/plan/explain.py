@@ -49,6 +49,8 @@ def _question(plan: Plan) -> Iterator[str]:
     total, active = count_parameters(shape), active_parameters(shape)
     uses = f" ({count_text(active)} active)" if active != total else ""
     yield f"{shape.name}: {count_text(total)} parameters{uses}, {shape.num_layers} layers"
+    if shape.note:
+        yield f"note: {shape.note}"
     yield (
         f"{space.devices} x {device.name}: {plan.time.rates.matmul / 1e12:.0f} TFLOP/s "
         f"{plan.request.dtype}, {plan.capacity.device / 1e9:.1f} GB usable, {space.devices_per_node} a node"

@@ -1,5 +1,7 @@
 """Plans: what is chosen, why simpler layouts lose, what would make the impossible possible."""
 
+import json
+
 import pytest
 
 from ms_zero.errors import UserError
@@ -85,6 +87,15 @@ def test_offload_is_offered_where_it_is_enough():
     assert plan.choice is None
     assert any("with offload it fits" in remedy and "host memory" in remedy for remedy in plan.remedies)
     assert make_plan(request("llama2-7b", 1, 2048, global_batch_size=8)).choice is not None
+
+
+def test_a_guessed_architecture_is_said(tmp_path):
+    config = {"model_type": "new", "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "intermediate_size": 512, "max_position_embeddings": 512}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    text = "\n".join(explain_plan(make_plan(request(str(path), 1, 512))))
+    assert "note: architecture new is not known and was read as Llama-like" in text
 
 
 def test_small_models_stay_simple():
