@@ -20,7 +20,8 @@ from ms_zero.plan.flops import train_flops_per_token
 from ms_zero.recipes.build import DATA_AXES, build_engine
 from ms_zero.trainer import StepResult, Trainer
 
-# So many skipped steps in a row mean that the run is broken, not that one batch was unlucky.
+# So many skipped steps in a row mean that the run is broken, not that one batch was unlucky. Steps whose
+# overflow lets a dynamic loss scale fall do not count.
 MAX_SKIPPED_IN_A_ROW = 10
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -178,11 +179,9 @@ class _Session:
             self.monitor.message(f"nothing to do: {progress.step} of {steps} steps are done")
             return
         saved_step = progress.step
-        skipped_in_a_row = 0
         while progress.step < steps:
             result = self._timed_step(stop)
-            skipped_in_a_row = skipped_in_a_row + 1 if result.nonfinite else 0
-            _check_health(skipped_in_a_row, result)
+            _check_health(self.trainer.engine.sharded.scaler.skips_at_minimum, result)
             if self._is_due(self.config.train.eval_interval, result):
                 with self.throughput.paused():
                     self._evaluate()
@@ -204,7 +203,13 @@ class _Session:
         result = self.trainer.step(stop_requested=stop.requested)
         rates = self.throughput.step(result.num_samples * self.config.data.seq_len)
         if result.nonfinite:
-            self.monitor.event("skipped_step", step=result.step, first_nonfinite=result.nonfinite)
+            self.monitor.event(
+                "skipped_step",
+                step=result.step,
+                first_nonfinite=result.nonfinite,
+                skipped=self.trainer.progress.skipped,
+                loss_scale=self.trainer.engine.sharded.loss_scale,
+            )
         if result.step % self.config.train.log_interval == 0 or result.step == self.config.train.steps:
             self.monitor.log(self._record(result, rates))
         return result

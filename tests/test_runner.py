@@ -187,7 +187,7 @@ def test_gradients_that_stay_broken_end_the_run_and_every_skip_is_logged(options
     def broken(config, pmesh):
         engine = forward_backward(config, pmesh)
         original = engine.forward_backward
-        engine.forward_backward = lambda *args, weight, last: original(*args, weight=np.nan, last=last)
+        engine.forward_backward = lambda *args, **options: original(*args, **{**options, "weight": np.nan})
         return engine
 
     monkeypatch.setattr(runner, "build_engine", broken)

@@ -62,7 +62,7 @@ def poison(trainer, value, *names):
 
         bucket.deliver = spoiled
 
-    for bucket in trainer.engine.parallel.buckets:
+    for bucket in trainer.engine.sharded.buckets:
         spoil(bucket)
 
 

@@ -59,7 +59,7 @@ def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
     lines = [
         f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
         f"{parallel.dp_shard} ranks, {parallel.dp_replicate} replicas of that",
-        policy.describe(config.hardware.target),
+        f"policy {config.precision.policy}: {policy.describe(config.hardware.target)}",
     ]
     if offload.optimizer != "none":
         lines.append(f"offload: {offload.fraction:.0%} of the optimizer state on {offload.optimizer}")

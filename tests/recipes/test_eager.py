@@ -7,10 +7,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_zero.checkpoint import open_checkpoint, save
 from ms_zero.comm import local
 from ms_zero.errors import UserError
-from ms_zero.optim.optimizer import AdamW
-from ms_zero.recipes.eager import EagerEngine, frozen_parameters, trainable_parameters
+from ms_zero.optim import SGD, AdamW
+from ms_zero.recipes.eager import EagerEngine
 from ms_zero.testing.workers import run_workers
-from ms_zero.zero.data_parallel import DataParallel
+from ms_zero.zero.sharded import Groups, Options, Sharded
 
 VOCAB, WIDTH = 11, 6
 
@@ -34,20 +34,18 @@ class ForeignModel(nn.Cell):
         return ops.MatMul(False, True)(hidden, self.table).reshape(*ids.shape, VOCAB)
 
 
-def build(comm, bucket_elements=50):
+def build(comm, bucket_bytes=200, stage=0):
     model = ForeignModel()
-    params = trainable_parameters(model)
-    values = {name: param.asnumpy().reshape(-1) for name, param in params.items()}
-    parallel = DataParallel(
-        params,
+    values = {name: param.asnumpy().reshape(-1) for name, param in model.parameters_and_names()}
+    sharded = Sharded(
+        model,
         lambda name, start, stop: values[name][start:stop],
+        Options(stage, bucket_bytes=bucket_bytes),
         comm=comm,
-        group=comm.world,
-        bucket_elements=bucket_elements,
+        groups=Groups(comm.world, comm.new_group((comm.rank,), "alone")),
+        wrap=lambda path, cell: False,
     )
-    flats = [bucket.flat for bucket in parallel.buckets]
-    optimizer = AdamW(flats, [True] * len(flats))
-    return EagerEngine(model, parallel, optimizer, comm=comm, group=comm.world)
+    return EagerEngine(model, sharded, AdamW(sharded), comm=comm, group=comm.world)
 
 
 def train(engine, rank, world_size, steps, start=0):
@@ -71,16 +69,17 @@ def store(engine, comm, root, step):
     )
 
 
-def two_then_one(comm, root):
-    engine = build(comm)
+def two_then_one(comm, root, stage):
+    engine = build(comm, stage=stage)
     train(engine, comm.rank, comm.world_size, 3)
     path = store(engine, comm, root, 3)
     return [str(path), train(engine, comm.rank, comm.world_size, 3, start=3)]
 
 
-def test_state_of_two_workers_goes_on_in_one_with_other_buckets(tmp_path):
-    path, expected = run_workers(2, two_then_one, str(tmp_path))[0]
-    engine = build(local(), bucket_elements=1000)
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 0), (2, 1), (3, 2)])
+def test_state_of_two_workers_goes_on_in_one_under_another_stage(tmp_path, stage, other):
+    path, expected = run_workers(2, two_then_one, str(tmp_path), stage)[0]
+    engine = build(local(), bucket_bytes=4000, stage=other)
     engine.load_state(open_checkpoint(path))
     engine.optimizer.num_updates = 3
     np.testing.assert_allclose(train(engine, 0, 1, 3, start=3), expected, rtol=1e-6)
@@ -88,8 +87,7 @@ def test_state_of_two_workers_goes_on_in_one_with_other_buckets(tmp_path):
 
 def test_a_frozen_parameter_is_stored_and_stays():
     engine = build(local())
-    assert list(trainable_parameters(engine.model)) == ["table", "mix"]
-    assert list(frozen_parameters(engine.model)) == ["scale"]
+    assert engine.sharded.trained == {"table", "mix"} and "scale" in engine.sharded.names
     train(engine, 0, 1, 2)
     shards = {shard.name: values for shard, values in engine.state_shards()}
     np.testing.assert_array_equal(shards["model.scale"], [0.5])
@@ -100,11 +98,11 @@ def test_a_frozen_parameter_is_stored_and_stays():
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     path = store(build(local()), local(), tmp_path, 0)
     engine = build(local())
-    engine.model.extra = Parameter(Tensor(np.ones(2, np.float32)), name="extra", requires_grad=False)
+    engine.sharded.names["extra"] = (2,)
     with pytest.raises(UserError, match=r"missing: model\.extra"):
         engine.load_state(open_checkpoint(path))
     engine = build(local())
-    engine.optimizer.state.clear()
+    engine.optimizer = SGD(build(local()).sharded)
     with pytest.raises(UserError, match=r"not in this run: optim\.exp_avg\."):
         engine.load_state(open_checkpoint(path))
 
