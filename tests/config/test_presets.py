@@ -1,6 +1,8 @@
 import pytest
 
 from ms_zero.config import ConfigError, check_config, load_config, schema
+from ms_zero.plan.layout import Layout
+from ms_zero.plan.memory import MemoryModel
 from ms_zero.plan.models import load_model, model_names, trainable_names
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.run import layout_of, memory_model_of
@@ -30,6 +32,9 @@ def test_every_model_preset_is_read_by_the_planner(name):
     shape = load_model(name)
     assert (shape.name, shape.note) == (name, "")
     assert count_parameters(shape) > 100_000
+    layout = Layout(seq_len=min(shape.max_seq_len, 2048))
+    assert layout.violations(shape) == []
+    assert MemoryModel(shape).peak(layout) > 16 * count_parameters(shape)
 
 
 SMALL = ("quickstart", "llama-tiny")
