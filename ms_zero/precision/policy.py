@@ -133,9 +133,9 @@ class Policy:
         """One line for the log: the dtypes, and what is emulated on ``target``."""
         working = self.working(target)
         if working.grid is None:
-            return f"precision: {self}; {self.compute} kernels of {target}"
+            return f"{self}; {self.compute} kernels of {target}"
         return (
-            f"precision: {self}; {target} has no {working.grid} kernels: weights and gradients are "
+            f"{self}; {target} has no {working.grid} kernels: weights and gradients are "
             f"stored and communicated as above, activations are fp32 rounded to {working.grid} values"
         )
 

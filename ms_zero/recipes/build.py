@@ -55,11 +55,12 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
 def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
     """What is where, in lines for the log."""
     parallel, offload = config.parallel, config.offload
+    replicas = f", {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
     parts = ("optimizer state", "gradients", "weights")[: parallel.zero_stage]
     lines = [
         f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
-        f"{parallel.dp_shard} ranks, {parallel.dp_replicate} replicas of that",
-        f"policy {config.precision.policy}: {policy.describe(config.hardware.target)}",
+        f"{parallel.dp_shard} ranks{replicas}",
+        f"precision {config.precision.policy}: {policy.describe(config.hardware.target)}",
     ]
     if offload.optimizer != "none":
         lines.append(f"offload: {offload.fraction:.0%} of the optimizer state on {offload.optimizer}")
