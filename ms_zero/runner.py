@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
+from mindspore import nn
+
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
 from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, render_effective, require_runnable
@@ -48,13 +50,18 @@ def run(loaded: Loaded, comm: Communicator) -> int:
     return 0
 
 
-def build_trainer(config: RunConfig, text: TextData | MixtureData, comm: Communicator) -> Trainer:
-    """The trainer of a run, at step 0 with initial values; raises UserError for what cannot be run."""
+def build_trainer(
+    config: RunConfig, text: TextData | MixtureData, comm: Communicator, model: nn.Cell | None = None
+) -> Trainer:
+    """The trainer of a run, at step 0 with initial values; raises UserError for what cannot be run.
+
+    ``model``: see :func:`ms_zero.recipes.build.build_engine`.
+    """
     require_runnable(config)
     pmesh = ProcessMesh(mesh_of(config, comm.world_size), comm)
     train = config.train
     return Trainer(
-        build_engine(config, pmesh),
+        build_engine(config, pmesh, model),
         text.train_loader(train.seed),
         build_schedule(config),
         comm=comm,

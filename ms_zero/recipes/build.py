@@ -31,9 +31,13 @@ from ms_zero.zero.units import wrap_blocks, wrap_size
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
-def build_engine(config: RunConfig, pmesh: ProcessMesh) -> EagerEngine:
-    """Build the model with its initial values, shard its training state and return the engine."""
-    model = build_model(config.model)
+def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = None) -> EagerEngine:
+    """Build the model with its initial values, shard its training state and return the engine.
+
+    ``model``: what :func:`build_model` gave for this config, with parameters frozen as wanted; None: all are
+    trained.
+    """
+    model = build_model(config.model) if model is None else model
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
     notes += describe_sharding(config, policy)
