@@ -45,6 +45,7 @@ def load_state(sharded: Sharded, optimizer: Optimizer, checkpoint: Checkpoint) -
     state = {f"{_prefix(kind)}{name}" for kind in optimizer.kinds for name in trained}
     checkpoint.check_names(state | {f"model.{name}" for name in sharded.names})
     weights = _stored_values(checkpoint, "model.", sharded.names)
+    sharded.close_windows()
     for bucket in sharded.all_buckets:
         bucket.fill(weights)
     for index, bucket in enumerate(sharded.buckets):

@@ -30,6 +30,12 @@ from ms_zero.zero.convert import as_dtype
 # Reductions under way at once: enough to hide one behind the other, few enough to bound what they hold.
 _MAX_IN_FLIGHT = 2
 
+# States of the gradient of a step; those that an operation may refuse say why.
+_EMPTY = "the step has no gradient: call backward(loss) before the optimizer's step"
+_PARTIAL = "the gradient of the step is not complete: pass last=True with its last microbatch"
+_BROKEN = "a microbatch of this step failed: call drop_gradients() and repeat the whole step"
+_COMPLETE, _REDUCED = "complete", "reduced"
+
 
 class GradientReducer:
     """Follows the gradients of one model through the microbatches of a step."""
@@ -66,14 +72,26 @@ class GradientReducer:
         self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
         self._synchronise, self._in_order = synchronise, in_order
         self._is_last = False
+        self._state = _EMPTY
+        self._in_microbatch = False
         self._waiting_for: list[set[int]] = [set() for _ in self.buckets]
         self._complete: set[int] = set()  # not yet issued
         self._issued: set[int] = set()
         self._in_flight: deque[tuple[Bucket, Handle[Tensor]]] = deque()
 
     def begin(self, *, last: bool) -> None:
-        """Start a microbatch."""
-        self._is_last = last
+        """Start a microbatch.
+
+        Raises:
+            UserError: an earlier one of the step failed, or the step is reduced already.
+        """
+        self._refuse(_BROKEN)
+        if self._state == _REDUCED:
+            raise UserError(
+                "zero: the gradient of the step is reduced already: update, or call drop_gradients(), before "
+                "a further microbatch"
+            )
+        self._is_last, self._in_microbatch, self._state = last, True, _BROKEN  # until it has ended
         self._waiting_for = [set(units) for units in self._units_of]
         self._complete.clear()
         self._issued.clear()
@@ -82,8 +100,14 @@ class GradientReducer:
         """Take a gradient.
 
         Raises:
-            UserError: the parameter's unit has ended: it is also used outside the cells of its unit.
+            UserError: no microbatch is open, or the parameter's unit has ended: it is also used outside the
+                cells of its unit.
         """
+        if not self._in_microbatch:
+            raise UserError(
+                f"zero: parameter {name} got a gradient outside of a microbatch: take gradients by "
+                f"model.backward(loss), or inside `with model.microbatch(last=...)`"
+            )
         if index in self._complete or index in self._issued:
             raise UserError(
                 f"zero: parameter {name} got a gradient after the backward of its unit had ended: it is used "
@@ -109,11 +133,36 @@ class GradientReducer:
                 self._complete.add(index)
         self._issue()
         assert len(self._issued) == len(self.buckets)
+        self._in_microbatch = False
+        self._state = _COMPLETE if self._is_last else _PARTIAL
+
+    def abandon(self) -> None:
+        """The microbatch failed: what the step has gathered so far is of no use."""
+        self.drop()
+        self._state = _BROKEN
+
+    def drop(self) -> None:
+        """Forget the gradients of the step."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+        self._in_microbatch, self._state = False, _EMPTY
 
     def finish(self) -> None:
-        """Wait for the reductions of the step and sum the chunks over the replicas."""
+        """Wait for the reductions of the step and sum the chunks over the replicas; once.
+
+        Raises:
+            UserError: the step has no gradient, or not all of it.
+        """
+        self._refuse(_BROKEN, _PARTIAL)
+        if self._state == _REDUCED:
+            return
         while self._in_flight:
             self._collect()
+        if any(bucket.reduced is None for bucket in self.buckets):
+            self._refuse(_EMPTY)
+        self._state = _REDUCED
         if self._replica_group.size > 1:
             for bucket in self.buckets:
                 wire = as_dtype(bucket.reduced, self._wire_dtype)
@@ -124,6 +173,10 @@ class GradientReducer:
         """Bytes of the chunks whose reduction is under way."""
         size = {ms.float32: 4}.get(self._wire_dtype, 2)
         return sum(size * (bucket.chunk[1] - bucket.chunk[0]) for bucket, _ in self._in_flight)
+
+    def _refuse(self, *states: str) -> None:
+        if self._state in states:
+            raise UserError(f"zero: {self._state}")
 
     def _issue(self) -> None:
         while self._complete:

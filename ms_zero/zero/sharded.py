@@ -162,10 +162,16 @@ class Sharded:
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """Wrap the backward of one microbatch; ``last`` says that the step has no further one."""
         self._reducer.begin(last=last)
-        yield
-        self._reducer.end()
-        self._windows.close_all()
-        clear_grads(self._trained_params)
+        complete = False
+        try:
+            yield
+            self._reducer.end()
+            complete = True
+        finally:
+            self._windows.close_all(complete=complete)
+            clear_grads(self._trained_params)
+            if not complete:
+                self._reducer.abandon()
 
     def backward(self, loss: Tensor, *, weight: float, last: bool) -> None:
         """Back-propagate ``weight * loss``, times the loss scale, as one microbatch.
@@ -220,9 +226,17 @@ class Sharded:
 
     def end_step(self, *, applied: bool) -> None:
         """Drop the gradients of the step and let the loss scale follow its outcome."""
-        for bucket in self.buckets:
-            bucket.drop_gradients()
+        self.drop_gradients()
         self.loss_scale = self.scaler.update(applied)
+
+    def drop_gradients(self) -> None:
+        """Give up a step before its update, for example after an exception; the next one starts anew."""
+        self._reducer.drop()
+        self.close_windows()
+
+    def close_windows(self) -> None:
+        """Let no window show weights from before a change of the stored ones."""
+        self._windows.close_all()
 
     def load_scale(self, state: dict) -> None:
         """Continue with a saved state of the loss scale."""
@@ -250,6 +264,7 @@ class Sharded:
     def set_initial_values(self, values: ValueSource) -> None:
         """Overwrite the parameters, before the optimizer is made."""
         self._values = values
+        self.close_windows()
         for bucket in self.all_buckets:
             bucket.fill(values)
 
@@ -289,7 +304,7 @@ class Sharded:
     def _places(self, params: Mapping[str, Parameter], dtypes: Mapping[str, tuple]) -> dict[str, Place]:
         """Where each parameter lies; sets it to its resting form."""
         places = {}
-        placeholder = as_dtype(Tensor(np.zeros(1, np.float32)), DTYPES[self.options.policy.param])
+        placeholder = as_dtype(Tensor(np.full(1, np.nan, np.float32)), DTYPES[self.options.policy.param])
         for bucket in self.all_buckets:
             for slot in bucket.layout.slots:
                 resting = placeholder if bucket.is_sharded else slot.view(bucket.store)

@@ -5,11 +5,11 @@ runs forward until the last has, and again during backward. What a wrap policy l
 unit, whose window is the whole forward and the whole backward.
 
 A parameter belongs to the innermost wrapped cell around it. One that lies in several wrapped cells (a tied
-head) merges their units; one that also lies outside all of them belongs to the root unit together with the
-rest of those units.
+head, a cell shared by two blocks) merges their units; one that also lies outside all of them belongs to the
+root unit together with the rest of those units.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -68,21 +68,26 @@ def wrap_size(root: nn.Cell, min_elements: int) -> Wrap:
     return lambda path, cell: id(cell) in chosen
 
 
-def plan_units(root: nn.Cell, wrap: Wrap) -> list[UnitSpec]:
-    """Divide the parameters of a model into units, in definition order of their first parameter."""
-    names = {id(param): name for name, param in root.parameters_and_names()}
+def plan_units(root: nn.Cell, wrap: Wrap, leave_out: Collection[str] = ()) -> list[UnitSpec]:
+    """Divide the parameters of a model into units, in definition order of their first parameter.
+
+    Args:
+        root: the model.
+        wrap: which cells are units.
+        leave_out: names of parameters that belong to no unit.
+    """
+    params = {name: param for name, param in root.parameters_and_names() if name not in leave_out}
+    names = {id(param): name for name, param in params.items()}
     cells = {path: cell for path, cell in root.cells_and_names() if path and wrap(path, cell)}
-    owners: dict[str, list[str]] = {}  # parameter -> paths of the innermost wrapped cells; "" is the root
-    for path, cell in root.cells_and_names():
-        owner = _innermost(path, cells)
+    owners: dict[str, set[str]] = {}  # parameter -> paths of the innermost wrapped cells; "" is the root
+    for cell, owner in _with_owners(root, {id(cell): path for path, cell in cells.items()}):
         for param in _own_parameters(cell):
-            paths = owners.setdefault(names[id(param)], [])
-            if owner not in paths:
-                paths.append(owner)
+            if id(param) in names:
+                owners.setdefault(names[id(param)], set()).add(owner)
     unit_of = _merge(owners.values())
     members: dict[str, list[str]] = {}
     for name in names.values():
-        members.setdefault(unit_of[owners[name][0]], []).append(name)
+        members.setdefault(unit_of[min(owners[name])], []).append(name)
     return [_unit(root, cells, unit_of, unit, params) for unit, params in members.items()]
 
 
@@ -95,7 +100,7 @@ def _unit(
     return UnitSpec(" + ".join(paths), tuple(cells[path] for path in paths), tuple(params))
 
 
-def _merge(groups: Iterator[list[str]]) -> dict[str, str]:
+def _merge(groups: Iterable[Collection[str]]) -> dict[str, str]:
     """Union of paths that share a parameter; a union with the root ("") is the root, which sorts first."""
     leader: dict[str, str] = {}
 
@@ -111,10 +116,16 @@ def _merge(groups: Iterator[list[str]]) -> dict[str, str]:
     return {path: find(path) for path in leader}
 
 
-def _innermost(path: str, cells: dict[str, nn.Cell]) -> str:
-    while path and path not in cells:
-        path = path.rpartition(".")[0]
-    return path
+def _with_owners(root: nn.Cell, wrapped: Mapping[int, str]) -> Iterator[tuple[nn.Cell, str]]:
+    """Every cell with the path of the innermost wrapped cell around it; a shared cell once for each."""
+    seen, waiting = set(), [(root, "")]
+    while waiting:
+        cell, owner = waiting.pop()
+        owner = wrapped.get(id(cell), owner)
+        if (id(cell), owner) not in seen:
+            seen.add((id(cell), owner))
+            yield cell, owner
+            waiting += [(child, owner) for child in cell.cells()]
 
 
 def _own_parameters(cell: nn.Cell) -> list[Parameter]:

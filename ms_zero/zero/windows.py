@@ -2,7 +2,8 @@
 
 Roles of the tensors a Parameter shows:
 
-- resting: outside windows. Under stage 3 a placeholder of one element; else a view of the bucket's store.
+- resting: outside windows. Under stage 3 a placeholder of one element, which is not a number, so that no
+  use of it goes unnoticed; else a view of the bucket's store.
 - working: inside a window. A view of full, cast to the dtype that the device computes in where that differs
   from the stored one. The cast is made anew in each window instead of once: otherwise a second copy of all
   weights would linger. Backward reads it through the Parameter: autograd saves that, not its value.
@@ -14,7 +15,8 @@ window; when several units are recomputed as one, each opens in the second forwa
 backward has ended.
 
 A unit of several cells stays open from its first to its last one. What is gathered ahead is what the last
-complete pass opened next, as long as this one takes the same course; the first pass gathers on demand.
+complete pass opened next, as long as this one takes the same course; the first pass gathers on demand. What
+was gathered ahead does not outlive its pass: it might be used after an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,18 +121,20 @@ class Windows:
         # Numbers of the units in the order of this pass so far, and of the last complete one.
         self._current: list[int] = []
         self._recorded: dict[bool, list[int]] = {False: [], True: []}
+        root.register_forward_pre_hook(self._begin_forward)
         for unit in self._units:
             for cell in unit.cells:
                 self._register(unit, cell)
         root.register_forward_hook(self._end_of_forward)
 
-    def close_all(self) -> None:
-        """End a pass, complete or not."""
+    def close_all(self, *, complete: bool = True) -> None:
+        """End a pass; one that was not complete says nothing about the next."""
         for unit in self._units:
             unit.calls = 0
             unit.ran.clear()
-            unit.gathers.clear()
             self._close(unit)
+        if not complete:
+            self._current = []
         self._end_pass()
         self._in_backward = False
 
@@ -156,7 +160,19 @@ class Windows:
             for ahead in recorded[position + 1 : position + 1 + self._prefetch]:
                 self._gather(self._units[ahead])
 
+    def _begin_forward(self, *_: object) -> None:
+        """Forget a forward that an exception broke off."""
+        if self._current and not self._in_backward:
+            self._current = []
+            for unit in self._units:
+                unit.ran.clear()
+            self._end_pass()
+
     def _end_pass(self) -> None:
+        for unit in self._units:
+            for handle in unit.gathers:
+                handle.wait()  # the shard that it reads may be written from now on
+            unit.gathers.clear()
         if self._current:
             self._recorded[self._in_backward] = self._current
             self._current = []
