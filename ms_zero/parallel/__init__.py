@@ -1,0 +1,37 @@
+"""Techniques that cut a model between ranks, one a file; each is applied to a plain model."""
+
+from ms_zero.parallel.placement import Box, Placement, Placements, Replicas, split_evenly
+from ms_zero.parallel.sequence import SplitSequence
+from ms_zero.parallel.styles import (
+    Column,
+    Enter,
+    Inside,
+    OwnTokens,
+    Plan,
+    Row,
+    Style,
+    Vocabulary,
+    parallelize,
+)
+from ms_zero.parallel.tensor import Border, VocabularyCrossEntropySum, WholeSequence
+
+__all__ = [
+    "Border",
+    "Box",
+    "Column",
+    "Enter",
+    "Inside",
+    "OwnTokens",
+    "Placement",
+    "Placements",
+    "Plan",
+    "Replicas",
+    "Row",
+    "SplitSequence",
+    "Style",
+    "Vocabulary",
+    "VocabularyCrossEntropySum",
+    "WholeSequence",
+    "parallelize",
+    "split_evenly",
+]
