@@ -72,7 +72,8 @@ def test_the_first_of_all_replicas_counts():
     whole = Box.whole((2,))
     assert Placement(whole).is_first
     assert Placement(whole, (Replicas(first, is_partial=True),)).is_first
-    assert not Placement(whole, (Replicas(first, is_partial=True), Replicas(second, is_partial=False))).is_first
+    both = Replicas(first, is_partial=True), Replicas(second, is_partial=False)
+    assert not Placement(whole, both).is_first
     placements = Placements({"norm": Placement(whole, (Replicas(second, is_partial=False),))})
     assert placements.replicas("norm")[0].group is second and placements.replicas("other") == ()
     assert placements.box("other", (3, 4)) == Box.whole((3, 4))
