@@ -1,0 +1,265 @@
+"""A stage: the part of a model that one rank of a pipeline holds.
+
+A model that can be split is a chain: something makes hidden states of the ids, equal-kind blocks follow one
+another, something makes logits of the last hidden states. It says so by a :class:`Chain`. :func:`split` takes
+what a rank does not hold out of the plain model; what stays keeps its paths, and with them its parameters
+keep their logical names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from mindspore import Tensor, nn
+
+from ms_zero.errors import UserError
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a model has to say about itself to be split.
+
+    The three functions are called with the cell that holds the parts of this rank under their paths in the
+    plain model, then what is listed. ``inputs`` are the arguments of the plain model's call, by name: every
+    stage has those of the microbatch, so that masks and positions need not travel.
+
+    Attributes:
+        blocks: path of the CellList of the blocks.
+        first: paths of the cells with parameters that only `begin` uses.
+        last: paths of the cells with parameters that only `end` uses.
+        begin: ``begin(cell, inputs)``: the hidden states that enter the first block.
+        context: ``context(cell, hidden, inputs)``: what each block is called with after the hidden states.
+        end: ``end(cell, hidden)``: the model's result, of the hidden states that leave the last block.
+    """
+
+    blocks: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    begin: Callable[[nn.Cell, Mapping[str, Any]], Tensor]
+    context: Callable[[nn.Cell, Tensor, Mapping[str, Any]], tuple]
+    end: Callable[[nn.Cell, Tensor], Tensor]
+
+
+# Which blocks go where
+
+
+def balance(
+    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[range, ...]:
+    """Share blocks out: the most expensive stage costs as little as possible, then all are as even as can be.
+
+    Args:
+        costs: of each block, in any unit: parameters, seconds.
+        num_stages: stages; one without blocks is possible where others weigh more.
+        first: what the first stage costs besides its blocks (embeddings).
+        last: what the last stage costs besides its blocks (head and loss).
+
+    Returns:
+        The blocks of each stage, consecutive: every block is in exactly one.
+
+    Raises:
+        UserError: no stage, or a cost below zero.
+    """
+    if num_stages < 1 or any(not cost >= 0 for cost in (*costs, first, last)):
+        raise UserError(
+            f"pipeline: cannot balance {len(costs)} blocks over {num_stages} stages: expected at least one "
+            f"stage and costs of at least 0"
+        )
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
+        return sums[stop] - sums[start] + extra
+
+    highest = _best(cost, len(costs), num_stages, lambda total, part: max(total, part))[0]
+    limit = highest * (1 + 1e-12)
+
+    def spread(total: float, part: float) -> float:
+        return total + part * part if part <= limit else float("inf")
+
+    return _ranges(_best(cost, len(costs), num_stages, spread)[1])
+
+
+def _best(
+    cost: Callable[[int, int, int], float],
+    num_blocks: int,
+    num_stages: int,
+    add: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest total and the ends of the stages that give it; of equals the one with early ends."""
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (add(0.0, cost(0, 0, stop)), (stop,)) for stop in range(num_blocks + 1)
+    ]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                (add(best[start][0], cost(stage, start, stop)), (*best[start][1], stop))
+                for start in range(stop + 1)
+            )
+            for stop in range(num_blocks + 1)
+        ]
+    return best[num_blocks]
+
+
+def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[range, ...]:
+    """Share blocks out by a list: how many each stage gets, in model order; 0 is possible.
+
+    Raises:
+        UserError: the list has another length than the stages, or another sum than the blocks.
+    """
+    if len(counts) != num_stages or any(count < 0 for count in counts) or sum(counts) != num_blocks:
+        raise UserError(
+            f"pipeline: blocks {list(counts)} of the stages: expected {num_stages} numbers of at least 0 "
+            f"that add up to the {num_blocks} blocks of the model, got a sum of {sum(counts)}"
+        )
+    return _ranges(accumulate(counts))
+
+
+def _ranges(ends: Any) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise((0, *ends)))
+
+
+def stage_of(block: int, ranges: Sequence[range]) -> int:
+    """The stage that holds a block."""
+    return bisect_right([blocks.stop for blocks in ranges], block)
+
+
+# Splitting a model
+
+
+class Staged(nn.Cell):
+    """The stages of one rank; called with a stage and the hidden states that enter it.
+
+    Children and parameters have the paths that they have in the plain model.
+    """
+
+    def __init__(self, model: nn.Cell, chain: Chain, stages: Mapping[int, range], num_stages: int) -> None:
+        """Take over the children of `model`, from which other ranks' parts were taken out; see `split`."""
+        super().__init__(auto_prefix=False)
+        self._chain, self._stages, self._num_stages = chain, dict(stages), num_stages
+        for name, cell in model.name_cells().items():
+            self.insert_child_to_cell(name, cell)
+        for name, param in model.parameters_and_names(expand=False):
+            self.insert_param_to_cell(name, param, check_name_contain_dot=False)
+
+    @property
+    def stages(self) -> dict[int, range]:
+        """The blocks of each stage of this rank."""
+        return dict(self._stages)
+
+    def construct(self, stage: int, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
+        """Run one stage.
+
+        Args:
+            stage: one of this rank.
+            hidden: what the stage before gave; None for the first stage.
+            inputs: arguments of the plain model, of this microbatch.
+
+        Returns:
+            Hidden states, or the model's result after the last stage.
+        """
+        x = self._chain.begin(self, inputs) if stage == 0 else hidden
+        blocks = self._stages[stage]
+        if blocks:
+            context = self._chain.context(self, x, inputs)
+            named = cell_at(self, self._chain.blocks).name_cells()
+            for number in blocks:
+                x = named[str(number)](x, *context)
+        return self._chain.end(self, x) if stage == self._num_stages - 1 else x
+
+
+class Elsewhere(nn.Cell):
+    """Takes the place of a cell that another rank holds."""
+
+    def construct(self, *args: Any) -> Any:
+        """Never called: a stage runs its own cells only."""
+        raise AssertionError("a cell of another pipeline stage was called")
+
+
+def split(model: nn.Cell, chain: Chain, ranges: Sequence[range], stages: Sequence[int]) -> Staged:
+    """Reduce a plain model, in place, to the stages of one rank.
+
+    A parameter that the first and the last stage share stays on both, under its first path in the plain
+    model; see `shared_names`.
+
+    Args:
+        model: the plain model; it is used up.
+        chain: how it runs.
+        ranges: blocks of every stage.
+        stages: those of this rank.
+
+    Raises:
+        UserError: the ranges do not cover every block once, or a path does not exist in the model.
+    """
+    blocks = list(cell_at(model, chain.blocks).name_cells().items())
+    covered = [number for part in ranges for number in part]
+    if covered != list(range(len(blocks))):
+        raise UserError(
+            f"pipeline: stages hold blocks {covered} of {chain.blocks}, expected each of its {len(blocks)} "
+            f"blocks once and in order"
+        )
+    mine = {number for stage in stages for number in ranges[stage]}
+    if len(mine) < len(blocks):
+        _replace(model, chain.blocks, _sublist(blocks, mine))
+    last = len(ranges) - 1
+    gone = [path for path in chain.first if 0 not in stages]
+    gone += [path for path in chain.last if last not in stages]
+    kept = [path for path in (*chain.first, *chain.last) if path not in gone]
+    needed = {id(param) for path in kept for param in cell_at(model, path).get_parameters()}
+    names = {id(param): name for name, param in model.parameters_and_names()}
+    for path in gone:
+        own = {names[id(param)]: id(param) in needed for param in cell_at(model, path).get_parameters()}
+        if not _gives_names(path, own):
+            _replace(model, path, Elsewhere())
+    return Staged(model, chain, {stage: ranges[stage] for stage in stages}, len(ranges))
+
+
+def shared_names(model: nn.Cell, chain: Chain) -> tuple[str, ...]:
+    """Logical names of the parameters that cells of `first` and of `last` share, in a whole model."""
+    first, last = (
+        {id(param) for path in paths for param in cell_at(model, path).get_parameters()}
+        for paths in (chain.first, chain.last)
+    )
+    return tuple(name for name, param in model.parameters_and_names() if id(param) in first & last)
+
+
+def cell_at(root: nn.Cell, path: str) -> nn.Cell:
+    """The cell at a path with dots; raises UserError when there is none."""
+    cell = root
+    for name in path.split("."):
+        cell = cell.name_cells().get(name)
+        if cell is None:
+            raise UserError(f"pipeline: {type(root).__name__} has no cell {path}: correct its Chain")
+    return cell
+
+
+def _sublist(blocks: Sequence[tuple[str, nn.Cell]], mine: set[int]) -> nn.CellList:
+    """A list of some blocks under their old names."""
+    kept = nn.CellList(auto_prefix=False)
+    for number, (name, block) in enumerate(blocks):
+        if number in mine:
+            kept.insert_child_to_cell(name, block)
+    return kept
+
+
+def _replace(root: nn.Cell, path: str, cell: nn.Cell) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(cell_at(root, parent) if parent else root, name, cell)
+
+
+def _gives_names(path: str, own: Mapping[str, bool]) -> bool:
+    """Whether a cell that is not run here stays, because parameters used here have their names by it.
+
+    `own` says of its parameters, by name, whether they are used here.
+    """
+    named = [used for name, used in own.items() if name.startswith(f"{path}.")]
+    if any(named) and not all(named):
+        raise UserError(
+            f"pipeline: {path} shares some of its parameters with another stage and not others: "
+            f"put the shared ones into a cell of their own"
+        )
+    return any(named)

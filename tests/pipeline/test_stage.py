@@ -1,0 +1,123 @@
+"""Sharing out blocks, and what splitting leaves of a model on each rank."""
+
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from mindspore import nn
+
+from ms_zero.errors import UserError
+from ms_zero.models.init import init_rules
+from ms_zero.models.layers import Embedding, Linear, name_parameters_by_path
+from ms_zero.pipeline.stage import Chain, balance, explicit, shared_names, split, stage_of
+
+
+def loads(costs, ranges, first, last):
+    sums = [sum(costs[block] for block in blocks) for blocks in ranges]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def every_split(num_blocks, num_stages):
+    for ends in combinations_with_replacement(range(num_blocks + 1), num_stages - 1):
+        yield [range(a, b) for a, b in zip((0, *ends), (*ends, num_blocks), strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_balance_is_the_best_of_all_splits(seed):
+    rng = np.random.default_rng(seed)
+    num_blocks, num_stages = int(rng.integers(1, 8)), int(rng.integers(1, 5))
+    costs = rng.integers(0, 9, num_blocks).tolist()
+    first, last = rng.integers(0, 12, 2).tolist()
+    found = balance(costs, num_stages, first=first, last=last)
+    assert [block for blocks in found for block in blocks] == list(range(num_blocks))
+    everything = [loads(costs, ranges, first, last) for ranges in every_split(num_blocks, num_stages)]
+    best = min((max(sums), sum(x * x for x in sums)) for sums in everything)
+    sums = loads(costs, found, first, last)
+    assert (max(sums), sum(x * x for x in sums)) == best
+
+
+def test_equal_blocks_are_shared_out_evenly():
+    assert [len(blocks) for blocks in balance([1] * 12, 4)] == [3, 3, 3, 3]
+    assert [len(blocks) for blocks in balance([1] * 12, 4, first=2, last=2)] == [2, 4, 4, 2]
+    assert sorted(len(blocks) for blocks in balance([1.0] * 2, 3)) == [0, 1, 1]
+
+
+def test_a_list_of_blocks_has_to_add_up():
+    assert explicit([2, 0, 3], 5, 3) == (range(2), range(2, 2), range(2, 5))
+    assert [stage_of(block, explicit([2, 0, 3], 5, 3)) for block in range(5)] == [0, 0, 2, 2, 2]
+    for counts in ([2, 2], [1, 1, 1], [6, 0, -1]):
+        with pytest.raises(UserError, match="3 numbers of at least 0 that add up to the 5 blocks"):
+            explicit(counts, 5, 3)
+    for wrong in ([-1.0], [float("nan")]):
+        with pytest.raises(UserError, match="costs of at least 0"):
+            balance(wrong, 2)
+
+
+class Body(nn.Cell):
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.embed = Embedding(11, 4, init_std=0.02)
+        self.place = Embedding(5, 4, init_std=0.02)
+        self.blocks = nn.CellList([Linear(4, 4, bias=True, init_std=0.02) for _ in range(num_blocks)])
+
+
+class Model(nn.Cell):
+    def __init__(self, num_blocks=4, tied=True):
+        super().__init__()
+        self.body = Body(num_blocks)
+        weight = self.body.embed.weight if tied else None
+        self.head = Linear(4, 11, bias=tied, init_std=0.02, weight=weight)
+        name_parameters_by_path(self)
+
+
+CHAIN = Chain(
+    blocks="body.blocks",
+    first=("body.embed", "body.place"),
+    last=("head",),
+    begin=lambda cell, inputs: cell.body.embed(inputs["ids"]) + cell.body.place(inputs["places"]),
+    context=lambda cell, hidden, inputs: (),
+    end=lambda cell, hidden: cell.head(hidden),
+)
+RANGES = explicit([1, 0, 2, 1], 4, 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_on_one_stage_under_its_plain_name(tied):
+    plain = {name: tuple(param.shape) for name, param in Model(tied=tied).parameters_and_names()}
+    held = [split(Model(tied=tied), CHAIN, RANGES, [stage]) for stage in range(4)]
+    names = [[name for name, _ in cell.parameters_and_names()] for cell in held]
+    shared = shared_names(Model(tied=tied), CHAIN)
+    assert shared == (("body.embed.weight",) if tied else ())
+    everything = [name for stage in names for name in stage]
+    assert sorted(everything) == sorted([*plain, *shared])
+    assert set(shared) <= set(names[0]) & set(names[3])
+    assert names[1] == []
+    for cell in held:  # the rules of initial values and decay go by the same paths
+        shapes = {name: tuple(param.shape) for name, param in cell.parameters_and_names()}
+        assert {name: plain[name] for name in init_rules(cell)} == shapes
+
+
+def test_a_rank_with_several_stages_holds_them_all():
+    cell = split(Model(tied=False), CHAIN, RANGES, [0, 2])
+    assert cell.stages == {0: range(1), 2: range(1, 3)}
+    assert list(cell.body.blocks.name_cells()) == ["0", "1", "2"]
+    assert "head.weight" not in dict(cell.parameters_and_names())
+
+
+def test_a_split_has_to_cover_every_block_once():
+    for counts in ([1, 1], [2, 3]):
+        ends = [0, counts[0], sum(counts)]
+        with pytest.raises(UserError, match="expected each of its 4 blocks once and in order"):
+            split(Model(), CHAIN, [range(ends[0], ends[1]), range(ends[1], ends[2])], [0])
+    with pytest.raises(UserError, match=r"has no cell body\.layers"):
+        split(Model(), Chain("body.layers", (), (), None, None, None), RANGES, [0])
+
+
+def test_a_cell_with_shared_and_other_parameters_is_refused():
+    model = Model()
+    model.body.embed.bias = model.body.place.weight
+    chain = Chain("body.blocks", ("body.embed",), ("head",), None, None, None)
+    with pytest.raises(UserError, match="shares some of its parameters"):
+        split(model, chain, RANGES, [3])
