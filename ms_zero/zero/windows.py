@@ -14,12 +14,15 @@ complete). A cell that is recomputed runs its second forward between the last tw
 window; when several units are recomputed as one, each opens in the second forward and stays open until its
 backward has ended.
 
+Several graphs may be recorded before the first has its backward (a pipeline's microbatches). A unit's backward
+is over when it has ended as often as the unit ran forward in the same graph, see :meth:`Windows.select`.
+
 A unit of several cells stays open from its first to its last one. What is gathered ahead is what the last
 complete pass opened next, as long as this one takes the same course; the first pass gathers on demand. What
 was gathered ahead does not outlive its pass: it might be used after an update.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import mindspore as ms
@@ -76,7 +79,7 @@ class Unit:
     is_open: bool = False
     gathers: list[Handle[Tensor]] = field(default_factory=list)
     ran: set[int] = field(default_factory=set)
-    calls: int = 0  # recorded forwards whose backward has not ended
+    ended: int = 0  # backwards that have ended in this pass
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -118,6 +121,9 @@ class Windows:
         self._reshard_after_forward, self._prefetch = reshard_after_forward, prefetch
         self._on_unit_end = on_unit_end
         self._in_backward = False
+        self._graph: Hashable = None
+        # How often the units ran forward, recorded, by graph and number.
+        self._calls: dict[Hashable, dict[int, int]] = {}
         # Numbers of the units in the order of this pass so far, and of the last complete one.
         self._current: list[int] = []
         self._recorded: dict[bool, list[int]] = {False: [], True: []}
@@ -127,10 +133,22 @@ class Windows:
                 self._register(unit, cell)
         root.register_forward_hook(self._end_of_forward)
 
+    def select(self, graph: Hashable) -> None:
+        """Say which of several recorded graphs the next forward or backward belongs to."""
+        self._graph = graph
+
+    def forget(self) -> None:
+        """The selected graph has no further backward."""
+        self._calls.pop(self._graph, None)
+
+    def forget_all(self) -> None:
+        """No graph has a further backward."""
+        self._calls.clear()
+
     def close_all(self, *, complete: bool = True) -> None:
         """End a pass; one that was not complete says nothing about the next."""
         for unit in self._units:
-            unit.calls = 0
+            unit.ended = 0
             unit.ran.clear()
             self._close(unit)
         if not complete:
@@ -178,7 +196,9 @@ class Windows:
             self._current = []
 
     def _after_forward(self, unit: Unit, cell: nn.Cell) -> None:
-        unit.calls += is_recording()
+        if is_recording():
+            calls = self._calls.setdefault(self._graph, {})
+            calls[unit.number] = calls.get(unit.number, 0) + 1
         unit.ran.add(id(cell))
         if len(unit.ran) == len(unit.cells):
             self._end_forward_window(unit)
@@ -196,8 +216,8 @@ class Windows:
             self._close(unit)
 
     def _after_backward(self, unit: Unit) -> None:
-        unit.calls -= 1
-        if unit.calls == 0:
+        unit.ended += 1
+        if unit.ended == self._calls.get(self._graph, {}).get(unit.number):
             self._close(unit)
             self._on_unit_end(unit.number)
 
