@@ -169,9 +169,24 @@ class Sharded:
             complete = True
         finally:
             self._windows.close_all(complete=complete)
+            self._windows.forget()
             clear_grads(self._trained_params)
             if not complete:
                 self._reducer.abandon()
+
+    def select(self, graph: Hashable) -> None:
+        """Say which graph the next recorded forward or backward belongs to, when several are alive at once."""
+        self._windows.select(graph)
+
+    @contextmanager
+    def passing_through(self) -> Iterator[None]:
+        """Wrap a backward that computes no gradients of parameters; those of the graph follow in another."""
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            self._windows.close_all(complete=complete)
 
     def backward(self, loss: Tensor, *, weight: float, last: bool) -> None:
         """Back-propagate ``weight * loss``, times the loss scale, as one microbatch.
@@ -235,8 +250,9 @@ class Sharded:
         self.close_windows()
 
     def close_windows(self) -> None:
-        """Let no window show weights from before a change of the stored ones."""
+        """Let no window show weights from before a change of the stored ones; forget recorded graphs."""
         self._windows.close_all()
+        self._windows.forget_all()
 
     def load_scale(self, state: dict) -> None:
         """Continue with a saved state of the loss scale."""
