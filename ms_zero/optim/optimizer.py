@@ -19,6 +19,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ms_zero import kernels
+from ms_zero.errors import UserError
 from ms_zero.optim.clip import GradientDecision, decide
 from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.sharded import Sharded
@@ -59,6 +60,8 @@ class _Optimizer:
         fraction: float,
     ) -> None:
         """Create the state; see AdamW."""
+        if not sharded.holds_initial_values:
+            raise UserError("optimizer: this model has an optimizer already: make one for each sharded model")
         self.sharded, self.num_updates = sharded, 0
         self._device, self._offload = DeviceStates(), offload
         default = GroupOptions(weight_decay)

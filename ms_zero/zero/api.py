@@ -13,9 +13,11 @@ Example::
         optimizer.step(lr=1e-3, clip_norm=1.0)
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,14 @@ from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.policy import policy as named_policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, scaling_rule
 from ms_zero.zero.bucket import ValueSource
+from ms_zero.zero.kept import kept_parameters
 from ms_zero.zero.sharded import MAX_STAGE, Groups, Options, Sharded
 from ms_zero.zero.units import Wrap
+
+# Ranks that see different data and train one model.
+_DATA = ("dp_replicate", "dp_shard")
+# Set on a Cell that was sharded.
+_SHARDED = "sharded_by_zero"
 
 
 class ShardedModel(Sharded):
@@ -72,10 +80,12 @@ class ShardedModel(Sharded):
 
         Returns:
             full: a numpy array of each parameter in its shape, on every rank. Else: the flat ranges that
-            this rank saves, as a list of (start, stop, values) for each parameter that has one.
+            this rank saves, as a list of (start, stop, values) for each parameter that has one. Parameters
+            that the model itself writes (statistics of a batch normalisation) are this rank's own.
         """
+        kept = {name: param.asnumpy().copy() for name, param in self.kept.items()}
         if full:
-            return {name: value.asnumpy().copy() for name, value in self.whole_values()}
+            return {name: value.asnumpy().copy() for name, value in self.whole_values()} | kept
         ranges: dict[str, list[tuple[int, int, np.ndarray]]] = {}
         for bucket in self.all_buckets:
             start, stop = self.saves(bucket)
@@ -84,6 +94,8 @@ class ShardedModel(Sharded):
                 first = piece.slot.start + piece.start - bucket.stored[0]
                 values = held[first : first + piece.stop - piece.start].copy()
                 ranges.setdefault(piece.slot.name, []).append((piece.start, piece.stop, values))
+        if self.groups.shard.index == self.groups.replica.index == 0:
+            ranges |= {name: [(0, value.size, value.reshape(-1))] for name, value in kept.items()}
         return ranges
 
     def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
@@ -95,14 +107,17 @@ class ShardedModel(Sharded):
         """
         if not self.holds_initial_values:
             raise UserError("zero: load_state_dict: load weights before the optimizer is made")
-        if values.keys() != self.names.keys():
-            odd = sorted(values.keys() ^ self.names.keys())
+        shapes = self.names | {name: tuple(param.shape) for name, param in self.kept.items()}
+        if values.keys() != shapes.keys():
+            odd = sorted(values.keys() ^ shapes.keys())
             raise UserError(f"zero: load_state_dict: names differ from the model's: {', '.join(odd[:4])}")
-        for name, shape in self.names.items():
+        for name, shape in shapes.items():
             if tuple(values[name].shape) != shape:
                 found = list(values[name].shape)
                 raise UserError(f"zero: load_state_dict: {name} is {found}, the model's is {list(shape)}")
-        flat = {name: np.asarray(value, np.float32).reshape(-1) for name, value in values.items()}
+        for name, param in self.kept.items():
+            param.set_data(Tensor(np.asarray(values[name]), param.dtype))
+        flat = {name: np.asarray(values[name], np.float32).reshape(-1) for name in self.names}
         self.set_initial_values(lambda name, start, stop: flat[name][start:stop])
 
 
@@ -115,6 +130,7 @@ def shard(
     values: ValueSource | None = None,
     wrap: Wrap | None = None,
     group_of: Callable[[str], Hashable] | None = None,
+    keep: Callable[[str], bool] | None = None,
     fp32: tuple[Matcher, ...] = (),
     scaler: LossScaler | None = None,
     options: Options | None = None,
@@ -122,7 +138,8 @@ def shard(
     """Shard a Cell's parameters, gradients and (through the optimizer) optimizer state over ``dp_shard``.
 
     The Cell itself is changed: its parameters become views of flat buffers, or placeholders outside of their
-    units' windows (stage 3).
+    units' windows (stage 3). What the model itself writes, and what is no float, stays as it is; see
+    :func:`ms_zero.zero.kept.kept_parameters`. Collective.
 
     Args:
         cell: any model; the same on every rank of the mesh's data-parallel axes.
@@ -130,35 +147,45 @@ def shard(
         stage: 0 to 3.
         policy: "fp32", "bf16", "fp16" or a Policy.
         values: (name, start, stop) -> initial values of a flat range, for a model whose parameters have no
-            storage yet, so that no rank ever holds more than its part. None: the values the parameters have.
+            storage yet, so that no rank ever holds more than its part. None: the values that the parameters
+            have on the first data-parallel rank.
         wrap: which cells are units; None: repeated blocks, and the rest of the model as one.
         group_of: parameter name -> group, for options per group; None: whether it has two dims or more.
+        keep: name of a parameter that is not trained -> whether the model's forward writes it.
         fp32: further cells that compute in fp32, by class or predicate.
         scaler: loss scaling; None: dynamic for policies with fp16, else none.
         options: further options; ``stage`` and ``policy`` override its own.
 
     Raises:
-        UserError: unknown stage or policy, or parameters without values.
+        UserError: unknown stage or policy, parameters without values, a model that is sharded already or
+            has nothing to shard, or ranks that differ in the model or in the arguments.
     """
     if stage not in range(MAX_STAGE + 1):
         raise UserError(f"zero: stage is {stage!r}: expected 0, 1, 2 or 3")
     chosen = named_policy(policy) if isinstance(policy, str) else policy
+    options = replace(options or Options(stage=stage), stage=stage, policy=chosen)
+    kept = kept_parameters(cell, keep)
+    _check_unsharded(cell)
+    _check_agreement(cell, mesh, options)
     working = chosen.working(device_target())
     shapes = {name: param.shape for name, param in cell.parameters_and_names()}
     autocast(cell, chosen, device_target(), fp32=fp32)
-    return ShardedModel(
+    model = ShardedModel(
         cell,
-        values or _present_values(cell),
-        replace(options or Options(stage=stage), stage=stage, policy=chosen),
+        values or _first_rank_values(cell, mesh, kept),
+        options,
         comm=mesh.comm,
         groups=data_groups(mesh, stage),
         working=working.dtype,
         grid=None if working.grid is None else DTYPES[working.grid],
         in_fp32=fp32_parameters(cell, fp32).__contains__,
         key_of=group_of or (lambda name: len(shapes[name]) > 1),
+        keep=kept.__contains__,
         wrap=wrap,
         scaler=scaler or _default_scaler(chosen),
     )
+    setattr(cell, _SHARDED, True)
+    return model
 
 
 def data_groups(mesh: ProcessMesh, stage: int) -> Groups:
@@ -166,22 +193,59 @@ def data_groups(mesh: ProcessMesh, stage: int) -> Groups:
     if stage > 0:
         return Groups(shard=mesh.group("dp_shard"), replica=mesh.group("dp_replicate"))
     alone = mesh.comm.new_group((mesh.rank,), "replica")
-    return Groups(shard=mesh.group("dp_replicate", "dp_shard"), replica=alone)
+    return Groups(shard=mesh.group(*_DATA), replica=alone)
 
 
 def _default_scaler(chosen: Policy) -> LossScaler | None:
     return DynamicLossScaler(scaling_rule("deepspeed")) if chosen.needs_loss_scaling else None
 
 
-def _present_values(cell: nn.Cell) -> ValueSource:
-    """The values that the parameters have now."""
-    arrays = {name: _array(name, param) for name, param in cell.parameters_and_names()}
+def _check_unsharded(cell: nn.Cell) -> None:
+    for path, inner in cell.cells_and_names():
+        if getattr(inner, _SHARDED, False):
+            raise UserError(f"zero: {path or 'the model'} is sharded already: shard a model once, as a whole")
+
+
+def _check_agreement(cell: nn.Cell, mesh: ProcessMesh, options: Options) -> None:
+    """Ranks that disagree would mix up each other's tensors without a word."""
+    lines = [
+        f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
+        for name, param in cell.parameters_and_names()
+    ]
+    lines.append(str(options))
+    group = mesh.group(*_DATA)
+    everyone = mesh.comm.exchange([hashlib.sha256(line.encode()).hexdigest()[:16] for line in lines], group)
+    other = next((number for number, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        pairs = zip_longest(everyone[0], everyone[other])
+        position = next(number for number, (a, b) in enumerate(pairs) if a != b)
+        here = lines[min(position, len(lines) - 1)]
+        raise UserError(
+            f"zero: rank {group.ranks[other]} shards another model than rank {group.ranks[0]}, or with other "
+            f"options; here it is {here}: build the same model with the same options on every rank"
+        )
+
+
+def _first_rank_values(cell: nn.Cell, mesh: ProcessMesh, kept: Collection[str]) -> ValueSource:
+    """The values that the parameters have on the first data-parallel rank; kept ones are set to them."""
+    group = mesh.group(*_DATA)
+    arrays = {}
+    for name, param in cell.parameters_and_names():
+        if param.is_meta:
+            raise UserError(
+                f"zero: parameter {name} has no values: pass values=(name, start, stop) -> array to shard()"
+            )
+        if name in kept:
+            first = mesh.comm.broadcast(_as_words(param), group.ranks[0], group).asnumpy()
+            raw = first.view(np.uint8)[: param.nbytes].view(param.asnumpy().dtype)
+            param.set_data(Tensor(raw.reshape(param.shape)))
+        else:
+            own = Tensor(param.asnumpy().astype(np.float32).reshape(-1))
+            arrays[name] = mesh.comm.broadcast(own, group.ranks[0], group).asnumpy()
     return lambda name, start, stop: arrays[name][start:stop]
 
 
-def _array(name: str, param: Parameter) -> np.ndarray:
-    if param.is_meta:
-        raise UserError(
-            f"zero: parameter {name} has no values: pass values=(name, start, stop) -> array to shard()"
-        )
-    return param.asnumpy().astype(np.float32).reshape(-1)
+def _as_words(param: Parameter) -> Tensor:
+    """The bytes of a parameter of any dtype as int32, which every backend moves."""
+    raw = np.ascontiguousarray(param.asnumpy()).reshape(-1).view(np.uint8)
+    return Tensor(np.pad(raw, (0, -raw.size % 4)).view(np.int32))

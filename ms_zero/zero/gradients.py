@@ -8,8 +8,9 @@ ended; a parameter that got none by then counts as zero, whatever the reason. Wh
 - not synchronised: the full gradient is added to what this rank holds; the last microbatch reduces that.
 
 Reduce-scatter sums in rank order at the owner, so the sum of an element does not depend on which bucket it
-lies in: stages agree bitwise. With replicas of the shard group (HSDP) chunks are summed over the replicas
-once per step.
+lies in: stages agree bitwise. Chunks that other ranks hold too are summed over them once per step: with
+replicas of the shard group (HSDP), and where ranks that share the data have parts of the sum (sequence
+parallelism).
 
 Every rank must issue the same collectives in the same order, though ranks may leave different parameters
 unused. Stages 0 to 2 therefore issue buckets in one fixed order. Stage 3 issues them as units end, between
@@ -48,6 +49,7 @@ class GradientReducer:
         comm: Communicator,
         shard_group: Group,
         replica_group: Group,
+        partial_groups: Sequence[Sequence[Group]],
         wire_dtype: ms.Type,
         kept_dtype: ms.Type,
         synchronise: bool,
@@ -61,6 +63,8 @@ class GradientReducer:
             comm: the communicator.
             shard_group: ranks that see different data and own the chunks.
             replica_group: ranks that own the same chunk and see different data; may be of size 1.
+            partial_groups: per bucket further groups of ranks that own the same chunk, each with a part of
+                the gradient's sum.
             wire_dtype: of a reduction.
             kept_dtype: of gradients kept between microbatches and until the update.
             synchronise: whether each microbatch is reduced, or only their sum in the last one.
@@ -68,7 +72,9 @@ class GradientReducer:
         """
         self.buckets = list(buckets)
         self._units_of = list(units_of)
-        self._comm, self._shard_group, self._replica_group = comm, shard_group, replica_group
+        self._comm, self._shard_group = comm, shard_group
+        replicas = [replica_group] if replica_group.size > 1 else []
+        self._sum_groups = [[*replicas, *groups] for groups in partial_groups]
         self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
         self._synchronise, self._in_order = synchronise, in_order
         self._is_last = False
@@ -163,11 +169,10 @@ class GradientReducer:
         if any(bucket.reduced is None for bucket in self.buckets):
             self._refuse(_EMPTY)
         self._state = _REDUCED
-        if self._replica_group.size > 1:
-            for bucket in self.buckets:
+        for bucket, groups in zip(self.buckets, self._sum_groups, strict=True):
+            for group in groups:
                 wire = as_dtype(bucket.reduced, self._wire_dtype)
-                total = self._comm.all_reduce(wire, self._replica_group)
-                bucket.reduced = as_dtype(total, self._kept_dtype)
+                bucket.reduced = as_dtype(self._comm.all_reduce(wire, group), self._kept_dtype)
 
     def in_flight_bytes(self) -> int:
         """Bytes of the chunks whose reduction is under way."""

@@ -26,9 +26,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
-from ms_zero._compat import backward, clear_grads
+from ms_zero._compat import backward, clear_grads, needs_gradient
 from ms_zero.comm import Communicator, Group
 from ms_zero.errors import UserError
+from ms_zero.parallel.placement import Placements, Replicas, is_first
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
@@ -105,8 +106,10 @@ class Sharded:
         grid: ms.Type | None = None,
         in_fp32: Callable[[str], bool] = lambda name: False,
         key_of: Callable[[str], Hashable] = lambda name: None,
+        keep: Callable[[str], bool] = lambda name: False,
         wrap: Wrap | None = None,
         scaler: LossScaler | None = None,
+        placements: Placements | None = None,
     ) -> None:
         """Move the model's parameters into buckets and register hooks.
 
@@ -120,18 +123,25 @@ class Sharded:
             grid: dtype to whose values working values are rounded, or None.
             in_fp32: whether a parameter works in fp32 whatever ``working`` is.
             key_of: group of a trained parameter; buckets never mix groups.
+            keep: whether a parameter that is not trained stays as it is, outside of buckets.
             wrap: which cells are units; None: repeated blocks.
             scaler: of the loss; None: a fixed scale of 1.
+            placements: where the model's parameters lie in the whole ones; None: they are whole.
         """
+        self.placements = placements or Placements()
         self.model, self.options, self.groups = model, options, groups
         self._comm, self._values = comm, values
         self.scaler = scaler or StaticLossScaler()
         self.loss_scale = self.scaler.scale
-        self.names = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
-        params = dict(model.parameters_and_names())
+        self.kept = {name: param for name, param in model.parameters_and_names() if keep(name)}
+        params = {name: param for name, param in model.parameters_and_names() if name not in self.kept}
+        if not params:
+            raise UserError(f"zero: {type(model).__name__} has no parameters that could be sharded")
+        self.names = {name: tuple(param.shape) for name, param in params.items()}
         self.trained = {name for name, param in params.items() if param.requires_grad}
-        specs = plan_units(model, wrap or wrap_blocks(model))
-        layouts = self._plan(specs, lambda name: (name in self.trained, key_of(name)))
+        specs = plan_units(model, wrap or wrap_blocks(model), leave_out=self.kept)
+        replicas_of = self.placements.replicas
+        layouts = self._plan(specs, lambda name: (name in self.trained, key_of(name), replicas_of(name)))
         self.all_buckets = [self._bucket(layout) for layout in layouts]
         self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
         dtypes = {name: (ms.float32, None) if in_fp32(name) else (working, grid) for name in params}
@@ -150,6 +160,7 @@ class Sharded:
             prefetch=options.prefetch,
             on_unit_end=self._reducer.end_unit,
         )
+        self._params = params
         self._trained_params = [params[name] for name in params if name in self.trained]
         self._register_gradient_hooks(params, {name: grid for name, (_, grid) in dtypes.items()})
 
@@ -195,21 +206,38 @@ class Sharded:
             loss: 0-d, recorded by :func:`ms_zero._compat.tape`.
             weight: the gradient of the step is the sum of weighted gradients over microbatches and ranks.
             last: whether the step has no further microbatch.
+
+        Raises:
+            UserError: no such loss; or an earlier microbatch of the step failed; or a parameter got a
+                gradient after its unit had ended.
         """
+        _check_loss(loss)
         with self.microbatch(last=last):
             backward(loss, Tensor(np.float32(weight * self.loss_scale)).astype(loss.dtype))
 
     def reduce(self) -> None:
-        """Finish the reduction of the step: every trained bucket has this rank's chunk of the sum."""
+        """Finish the reduction of the step: every trained bucket has this rank's chunk of the sum.
+
+        Raises:
+            UserError: the step has no complete gradient, or a parameter was frozen or unfrozen meanwhile.
+        """
+        for name, param in self._params.items():
+            if param.requires_grad != (name in self.trained):
+                raise UserError(
+                    f"zero: requires_grad of parameter {name} was changed after the model was sharded: "
+                    f"set it before"
+                )
         self._reducer.finish()
 
     def sum_of_squares(self) -> float:
-        """Of the reduced gradient, loss scale taken out, over all parameters; equal on all ranks."""
-        if not self.buckets:
-            return 0.0
-        squares = sum(kernels.sum_of_squares(bucket.reduced).reshape((1,)) for bucket in self.buckets)
-        total = float(self._comm.all_reduce(squares, self.groups.shard).asnumpy()[0])
-        return total / self.loss_scale**2
+        """Of the reduced gradient, loss scale taken out, each parameter once; equal on all ranks."""
+        total = Tensor(np.zeros(1, np.float32))
+        for bucket in self.buckets:
+            if is_first(_replicas(bucket)):
+                total = total + kernels.sum_of_squares(bucket.reduced).reshape((1,))
+        for group in (self.groups.shard, *self.placements.groups):
+            total = self._comm.all_reduce(total, group)
+        return float(total.asnumpy()[0]) / self.loss_scale**2
 
     def gradient(self, index: int) -> Tensor:
         """The reduced gradient of a trained bucket over the range that this rank updates."""
@@ -261,7 +289,7 @@ class Sharded:
 
     def saves(self, bucket: Bucket) -> tuple[int, int]:
         """The range that this rank writes to a checkpoint; together the ranks cover everything once."""
-        return bucket.chunk if self.groups.replica.index == 0 else (0, 0)
+        return bucket.chunk if self.groups.replica.index == 0 and is_first(_replicas(bucket)) else (0, 0)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds now: "weights", "host_weights" and "gradients" in buckets,
@@ -338,6 +366,9 @@ class Sharded:
             comm=self._comm,
             shard_group=self.groups.shard,
             replica_group=self.groups.replica,
+            partial_groups=[
+                [axis.group for axis in _replicas(bucket) if axis.is_partial] for bucket in self.buckets
+            ],
             wire_dtype=DTYPES[policy.reduce],
             kept_dtype=DTYPES[policy.accumulate],
             synchronise=self.options.synchronises,
@@ -359,6 +390,22 @@ class Sharded:
             return dropped
 
         return receive
+
+
+def _replicas(bucket: Bucket) -> tuple[Replicas, ...]:
+    """Ranks that share the data and hold the same parameters: the third part of the key."""
+    return bucket.layout.key[2]
+
+
+def _check_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim:
+        found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(f"zero: the loss is {found}: expected a 0-d tensor, such as a mean or a sum")
+    if not needs_gradient(loss):
+        raise UserError(
+            "zero: the loss does not depend on any trained parameter, or was computed outside of "
+            "`with model.record()`"
+        )
 
 
 def _no_values(name: str, start: int, stop: int) -> np.ndarray:
