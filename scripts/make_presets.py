@@ -9,16 +9,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ms_zero.config import schema
-from ms_zero.config.render import yaml_value
 from ms_zero.hardware import load_device
 from ms_zero.plan.explain import describe
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.memory import MemoryModel, explain_shortage
 from ms_zero.plan.models import load_model
 from ms_zero.plan.planner import Plan, Request, capacity_of, make_plan, precision_of
+from ms_zero.plan.runfile import layout_keys, section_lines, split_keys
 from ms_zero.plan.time import TimeModel
 
 CLUSTER = "ascend-910b"
@@ -167,7 +165,7 @@ def founding_text(row: Founding, layout: Layout) -> str:
     memory = MemoryModel(load_model(row.name))
     capacity = capacity_of(load_device(CLUSTER)).device
     shortage = explain_shortage(memory.report(layout.replace(recompute="none")), capacity)
-    known, missing = keys_of(layout, row.dtype)
+    known, missing = split_keys(layout_keys(layout, row.dtype))
     lines = [
         f"# {row.name} with the layout of the founding table: ZeRO-{row.zero_stage}, pp {row.pp}, micro "
         f"batch {row.micro_batch_size}, {row.dtype}.",
@@ -196,7 +194,7 @@ def founding_text(row: Founding, layout: Layout) -> str:
         f"  min_lr: {row.lr / 10:g}",
         f"  warmup_steps: {row.warmup_steps}",
         "  schedule: cosine",
-        *_sections(known),
+        *section_lines(known),
         "",
         "checkpoint:",
         "  interval: 1000",
@@ -213,7 +211,7 @@ def planned_text(row: Founding, plan: Plan, founding: Layout) -> str:
     """The run file of the planner's layout, on top of the founding one."""
     choice = plan.choice
     assert choice is not None
-    known, missing = keys_of(choice.layout, row.dtype)
+    known, missing = split_keys(layout_keys(choice.layout, row.dtype))
     before = TimeModel(plan.shape, plan.device, row.dtype).simulate(founding).tokens_per_second_per_device
     after = choice.time.tokens_per_second_per_device
     lines = [
@@ -227,58 +225,13 @@ def planned_text(row: Founding, plan: Plan, founding: Layout) -> str:
         "train:",
         f"  micro_batch_size: {choice.layout.micro_batch_size}",
         f"  output_dir: runs/{row.name}-planned",
-        *_sections(known),
+        *section_lines(known),
     ]
     return "\n".join(lines) + "\n"
 
 
-def keys_of(layout: Layout, dtype: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Split what a layout says into the keys that the schema has, and lines about the others."""
-    known: dict[str, dict[str, Any]] = {}
-    missing = []
-    for path, value, standard in _wanted(layout, dtype):
-        section, name = path.split(".")
-        if section in schema.SECTIONS and name in schema.keys_of(schema.SECTIONS[section]):
-            known.setdefault(section, {})[name] = value
-        elif value != standard:
-            missing.append(f"{path}: {yaml_value(value)}")
-    return known, missing
-
-
-def _wanted(layout: Layout, dtype: str) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, value that needs no key)."""
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        yield f"parallel.{axis}", getattr(layout, axis), 1
-    yield "parallel.zero_stage", layout.zero_stage, 0
-    if layout.zero_stage == 3 and not layout.reshard_after_forward:
-        yield "parallel.reshard_after_forward", False, True
-    if layout.pp > 1:
-        yield "parallel.schedule", layout.schedule, "1f1b"
-        yield "parallel.virtual_stages", layout.virtual_stages, 1
-    if layout.tp > 1:
-        yield "parallel.sequence_parallel", layout.sequence_parallel, False
-    yield "precision.policy", dtype, "fp32"
-    yield "memory.recompute", layout.recompute, "none"
-    if layout.recompute == "every_k":
-        yield "memory.recompute_every", layout.recompute_every, 1
-    if layout.activation_offload:
-        yield "memory.activations", "host", "device"
-    if layout.optimizer_offload:
-        yield "offload.optimizer", layout.offload_to, "none"
-        yield "offload.fraction", layout.optimizer_offload, 1.0
-    if layout.parameter_offload:
-        yield "offload.params", "cpu", "none"
-
-
 def _not_here(missing: list[str]) -> list[str]:
     return [f"# Not in this version, add it when it is: {line}" for line in missing]
-
-
-def _sections(known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for section, values in known.items():
-        yield ""
-        yield f"{section}:"
-        yield from (f"  {name}: {yaml_value(value)}" for name, value in values.items())
 
 
 def _layout(row: Founding, shards: int) -> Layout | None:

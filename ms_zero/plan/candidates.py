@@ -62,10 +62,11 @@ OFFLOAD = (
     Offload(),
     Offload(optimizer=0.5),
     Offload(optimizer=1.0),
+    Offload(activations=True),
     Offload(optimizer=1.0, activations=True),
     Offload(optimizer=1.0, activations=True, parameters=True),
 )
-"""Uses of host memory, from quickest to smallest."""
+"""Uses of host memory, what keeps the activations on the device first; the last needs least."""
 
 
 def skeletons(shape: ModelShape, space: Space) -> Iterator[Layout]:

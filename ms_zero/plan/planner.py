@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ms_zero.errors import UserError
@@ -13,7 +13,15 @@ from ms_zero.plan.layout import FP32, MIXED_FP32_GRADIENTS, Layout, Precision
 from ms_zero.plan.memory import Calibration, MemoryModel, explain_shortage
 from ms_zero.plan.models import load_model
 from ms_zero.plan.parameters import count_parameters
-from ms_zero.plan.search import Candidate, Capacity, Found, complexity, search, smallest_peaks
+from ms_zero.plan.search import (
+    Candidate,
+    Capacity,
+    Found,
+    complexity,
+    plainer_variant,
+    search,
+    smallest_peaks,
+)
 from ms_zero.plan.shapes import ModelShape
 from ms_zero.plan.time import TimeModel
 
@@ -124,7 +132,7 @@ def make_plan(request: Request) -> Plan:
     space = space_of(request, shape, device)
     capacity = capacity_of(device)
     found = search(shape, time, memory, space, capacity)
-    choice = choose(found)
+    choice = choose(found, lambda each, limit: plainer_variant(each, time, memory, space, capacity, limit))
     plan = Plan(
         request=request,
         shape=shape,
@@ -143,12 +151,15 @@ def make_plan(request: Request) -> Plan:
     return replace(plan, simple=tuple(simpler_layouts(plan, choice)))
 
 
-def choose(found: Found) -> Candidate | None:
-    """Recommend the simplest layout among those that are as good as the fastest."""
+def choose(found: Found, plainer: Callable[[Candidate, float], Candidate]) -> Candidate | None:
+    """Recommend the simplest layout among those that are as good as the fastest.
+
+    ``plainer`` gives the simplest variant of a candidate that takes no longer than a limit.
+    """
     if not found.best:
         return None
     limit = found.best[0].time.step * _AS_FAST
-    near = [each for each in found.best if each.time.step <= limit]
+    near = [plainer(each, limit) for each in found.best if each.time.step <= limit]
     return min(near, key=lambda each: (complexity(each.layout), each.time.step))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ms_zero.config import check_config
+from ms_zero.config.render import yaml_value
 from ms_zero.config.schema import SECTIONS, keys_of
 from ms_zero.errors import UserError
-from ms_zero.hardware import Device
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.planner import Plan
+
+Wanted = tuple[str, Any, Any]
+"""(`section.key`, value, the value that needs no key)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,9 @@ class RunFile:
 def run_file(plan: Plan, output_dir: str) -> RunFile:
     """Put the recommended layout of a plan into a run file."""
     assert plan.choice is not None
-    layout = plan.choice.layout
-    known, missing = {}, []
-    for section, name, value, default in _wanted(plan, layout, output_dir):
-        if section in SECTIONS and name in keys_of(SECTIONS[section]):
-            known.setdefault(section, {})[name] = value
-        elif value != default:
-            missing.append(f"{section}.{name}: {value}")
+    decided = layout_keys(plan.choice.layout, plan.request.dtype)
+    known, missing = split_keys([*_run_keys(plan, output_dir), *decided])
+    known["hardware"] = {"target": plan.device.target, "device": plan.device.name}
     model, problem = _model_line(plan.request.model)
     if problem:
         missing.append(problem)
@@ -49,7 +48,7 @@ def run_file(plan: Plan, output_dir: str) -> RunFile:
             f"{plan.choice.memory / 1e9:.1f} GB predicted. Name your own data.",
             model,
             *(f"# not in this version: {line}" for line in missing),
-            *_sections(known),
+            *section_lines(known),
             "",
         ]
     )
@@ -80,68 +79,82 @@ def write_run_file(plan: Plan, path: Path) -> list[str]:
     return [*(f"no key for {line}" for line in written.missing), *refused]
 
 
-def _wanted(plan: Plan, layout: Layout, output_dir: str) -> Iterator[tuple[str, str, Any, Any]]:
-    """(section, key, value, value that needs no key) of all that a layout decides."""
-    steps = max(1, round((plan.request.tokens or 1000 * layout.tokens_per_step) / layout.tokens_per_step))
-    yield "data", "seq_len", layout.seq_len, None
-    yield "train", "steps", steps, None
-    yield "train", "global_batch_size", layout.global_batch_size, None
-    yield "train", "micro_batch_size", layout.micro_batch_size, None
-    yield "train", "output_dir", output_dir, None
-    if steps <= _DEFAULT_WARMUP:
-        yield "optim", "warmup_steps", steps // 10, None
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"):
-        yield "parallel", axis, getattr(layout, axis), 0 if axis == "zero_stage" else 1
+def split_keys(wanted: Iterable[Wanted]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Split settings into section -> key -> value of this version's keys, and a line for each other."""
+    known: dict[str, dict[str, Any]] = {}
+    missing = []
+    for path, value, standard in wanted:
+        section, name = path.split(".")
+        if section in SECTIONS and name in keys_of(SECTIONS[section]):
+            known.setdefault(section, {})[name] = value
+        elif value != standard:
+            missing.append(f"{path}: {yaml_value(value)}")
+    return known, missing
+
+
+def layout_keys(layout: Layout, dtype: str) -> Iterator[Wanted]:
+    """Everything that a layout decides, but the batch and the sequence length."""
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        yield f"parallel.{axis}", getattr(layout, axis), 1
+    yield "parallel.zero_stage", layout.zero_stage, 0
+    if layout.zero_stage == 3 and not layout.reshard_after_forward:
+        yield "parallel.reshard_after_forward", False, True
+    if layout.sync_each_microbatch is not None:
+        yield "parallel.sync_each_microbatch", layout.sync_each_microbatch, layout.zero_stage >= 2
     if layout.pp > 1:
-        yield "parallel", "schedule", layout.schedule, "1f1b"
-        yield "parallel", "virtual_stages", layout.virtual_stages, 1
+        yield "parallel.schedule", layout.schedule, "1f1b"
+        if layout.schedule == "interleaved":
+            yield "parallel.virtual_stages", layout.virtual_stages, 1
     if layout.tp > 1:
-        yield "parallel", "sequence_parallel", layout.sequence_parallel, False
-    if plan.request.dtype != "fp32":
-        yield "precision", "policy", plan.request.dtype, None
+        yield "parallel.sequence_parallel", layout.sequence_parallel, False
+    yield "precision.policy", dtype, "fp32"
     yield from _memory_keys(layout)
-    yield from _hardware_keys(plan.device)
 
 
-def _memory_keys(layout: Layout) -> Iterator[tuple[str, str, Any, Any]]:
-    if layout.recompute != "none":
-        yield "memory", "recompute", layout.recompute, "none"
-        if layout.recompute == "every_k":
-            yield "memory", "recompute_every", layout.recompute_every, 1
-    if layout.activation_offload:
-        yield "memory", "activations", "host", "device"
+def section_lines(known: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The sections as YAML, an empty line before each."""
+    for section, keys in known.items():
+        yield ""
+        yield f"{section}:"
+        yield from (f"  {name}: {yaml_value(value)}" for name, value in keys.items())
+
+
+def _memory_keys(layout: Layout) -> Iterator[Wanted]:
+    yield "memory.recompute", layout.recompute, "none"
+    if layout.recompute == "every_k":
+        yield "memory.recompute_every", layout.recompute_every, 1
+    if layout.recompute == "budget":
+        yield "memory.budget_gb", layout.recompute_budget / 1e9, None
+    places = ("int8" * (layout.activation_bits is not None), "host" * layout.activation_offload)
+    if any(places):
+        yield "memory.activations", "_".join(filter(None, places)), "device"
     if layout.optimizer_offload:
-        yield "offload", "optimizer", layout.offload_to, "none"
-        yield "offload", "fraction", layout.optimizer_offload, 1.0
+        yield "offload.optimizer", layout.offload_to, "none"
+        yield "offload.fraction", layout.optimizer_offload, 1.0
     if layout.parameter_offload:
-        yield "offload", "params", "cpu", "none"
+        yield "offload.params", "cpu", "none"
 
 
-def _hardware_keys(device: Device) -> Iterator[tuple[str, str, Any, Any]]:
-    yield "hardware", "target", device.target, None
-    yield "hardware", "device", device.name, None
+def _run_keys(plan: Plan, output_dir: str) -> Iterator[Wanted]:
+    """The batch, the sequence length and how long to train."""
+    layout = plan.choice.layout
+    steps = max(1, round((plan.request.tokens or 1000 * layout.tokens_per_step) / layout.tokens_per_step))
+    yield "data.seq_len", layout.seq_len, None
+    yield "train.steps", steps, None
+    yield "train.global_batch_size", layout.global_batch_size, None
+    yield "train.micro_batch_size", layout.micro_batch_size, None
+    yield "train.output_dir", output_dir, None
+    if steps <= _DEFAULT_WARMUP:
+        yield "optim.warmup_steps", steps // 10, None
 
 
 def _model_line(model: str) -> tuple[str, str]:
     """The line that brings in the model, and what is wrong with it."""
     if model.endswith((".yaml", ".yml")):
-        return f"include: [{Path(model).resolve()}]", ""
+        return f"include: [{yaml_value(str(Path(model).resolve()))}]", ""
     if model.endswith(".json") or Path(model).is_dir():
         return "# model: see the Hugging Face config", f"model: {model} is no run file of ours"
     return f"include: [models/{model.removeprefix('models/')}]", ""
-
-
-def _sections(known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for section, keys in known.items():
-        yield ""
-        yield f"{section}:"
-        yield from (f"  {name}: {_scalar(value)}" for name, value in keys.items())
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
 
 
 _DEFAULT_WARMUP = 2000

@@ -153,39 +153,72 @@ def quickest_variant(
         return None, 0
     found: tuple[Layout, float] | None = None
     tried = 0
+    offloads = OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]
     for base in zero_variants(layout, space):
-        kinds = range(len(RECOMPUTE))
-        for offload in OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]:
+        left = {False: tuple(range(len(RECOMPUTE))), True: tuple(range(len(RECOMPUTE)))}
+        for offload in offloads:
             tried += 1
             if time.step_seconds(with_offload(base, replace(offload, activations=False))) >= limit:
-                break  # more offload is slower still
-            for kind, variant, peak in _fitting(base, offload, memory, capacity, kinds):
+                continue
+            fitting = []
+            for kind, variant, peak in _fitting(base, offload, memory, capacity, left[offload.activations]):
+                fitting.append(kind)
                 step = time.step_seconds(variant)
                 tried += 1
-                if step < limit and not capacity.admits_host(memory, variant):
-                    continue
-                if step < limit:
+                if step < limit and capacity.admits_host(memory, variant):
                     found, limit = (variant, peak), step
                 if not offload.activations:
-                    kinds = range(kind)  # of more offload, only less recompute is of interest
                     break
-            if not kinds:
-                break
+            left[offload.activations] = _left(left[offload.activations], fitting, offload)
     if found is None:
         return None, tried
     return Candidate(layout=found[0], time=time.estimate(found[0]), memory=found[1]), tried
 
 
+def plainer_variant(
+    candidate: Candidate, time: TimeModel, memory: Memory, space: Space, capacity: Capacity, limit: float
+) -> Candidate:
+    """The simplest variant of a candidate's skeleton that fits and takes at most ``limit`` seconds.
+
+    The search keeps the fastest variant of a skeleton alone: it may use the host for little.
+    """
+    best, least = candidate, complexity(candidate.layout)
+    skeleton = candidate.layout.replace(
+        zero_stage=min(1, candidate.layout.zero_stage),
+        dp_shard=candidate.layout.dp,
+        dp_replicate=1,
+    )
+    for base in zero_variants(skeleton, space):
+        for offload in OFFLOAD:
+            for kind, every in RECOMPUTE:
+                variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
+                if complexity(variant) >= least or time.step_seconds(variant) > limit:
+                    continue
+                peak = memory.peak(variant)
+                if capacity.admits(memory, variant, peak):
+                    report = time.simulate(variant)
+                    if report.step <= limit:
+                        best, least = Candidate(layout=variant, time=report, memory=peak), complexity(variant)
+    return best
+
+
 def _fitting(
-    base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: range
+    base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: tuple[int, ...]
 ) -> Iterator[tuple[int, Layout, float]]:
     """Kinds of recompute with which a variant fits into a device, least first: number, layout, bytes."""
-    for number in kinds if not offload.activations else range(len(RECOMPUTE)):
+    for number in kinds:
         kind, every = RECOMPUTE[number]
         variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
         peak = memory.peak(variant)
         if peak <= capacity.device:
             yield number, variant, peak
+
+
+def _left(kinds: tuple[int, ...], fitting: list[int], offload: Offload) -> tuple[int, ...]:
+    """Kinds that may still win with more offload, which never makes a step of the same kind shorter."""
+    if offload.activations:
+        return tuple(kind for kind in kinds if kind not in fitting)
+    return tuple(kind for kind in kinds if kind < min(fitting, default=len(RECOMPUTE)))
 
 
 def smallest_peaks(
