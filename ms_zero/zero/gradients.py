@@ -117,8 +117,8 @@ class GradientReducer:
         if index in self._complete or index in self._issued:
             raise UserError(
                 f"zero: parameter {name} got a gradient after the backward of its unit had ended: it is used "
-                f"outside of the cell that holds it, or by a recomputed cell that runs more than once; "
-                f"choose a wrap policy that leaves this cell to the root unit"
+                f"outside of the cell that holds it, or by a recomputed cell that runs more than once (leave "
+                f"this cell to the root unit), or recompute() was not given the enclosing cells"
             )
         self.buckets[index].deliver(name, grad)
 

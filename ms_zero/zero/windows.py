@@ -205,7 +205,8 @@ class Windows:
 
     def _end_of_forward(self, *_: object) -> None:
         for unit in self._units:
-            if unit.ran:
+            # The framework calls no forward hook of a cell with its own bprop: its window is still open.
+            if unit.ran or (unit.is_open and not self._in_backward):
                 self._end_forward_window(unit)
         if not self._in_backward:
             self._end_pass()
