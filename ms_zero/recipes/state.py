@@ -4,7 +4,7 @@ Everything is fp32 under logical names: "model.<parameter>" (the master weights 
 "optim.<kind>.<parameter>". A checkpoint written under one stage, degree or precision loads under any other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import mindspore as ms
 import numpy as np
@@ -20,7 +20,7 @@ def gradient_shards(sharded: Sharded) -> Iterator[tuple[Shard, np.ndarray]]:
     """This rank's part of the reduced gradient, loss scale taken out, between reduction and update."""
     for bucket in sharded.buckets:
         reduced = as_dtype(bucket.reduced, ms.float32).asnumpy() / np.float32(sharded.loss_scale)
-        yield from _pieces("", bucket, reduced, bucket.chunk, sharded.saves(bucket))
+        yield from _pieces(sharded, "", bucket, reduced, bucket.chunk)
 
 
 def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard, np.ndarray]]:
@@ -28,11 +28,11 @@ def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard
     for bucket in sharded.all_buckets:
         if not (bucket.has_gradient and MASTER in optimizer.kinds):
             values = as_dtype(bucket.store, ms.float32).asnumpy()
-            yield from _pieces("model.", bucket, values, bucket.stored, sharded.saves(bucket))
+            yield from _pieces(sharded, "model.", bucket, values, bucket.stored)
     for index, bucket in enumerate(sharded.buckets):
         for kind in optimizer.kinds:
-            values, held = optimizer.read(index, kind), sharded.owned(index)
-            yield from _pieces(_prefix(kind), bucket, values, held, sharded.saves(bucket))
+            values = optimizer.read(index, kind)
+            yield from _pieces(sharded, _prefix(kind), bucket, values, sharded.owned(index))
 
 
 def load_state(sharded: Sharded, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
@@ -44,13 +44,13 @@ def load_state(sharded: Sharded, optimizer: Optimizer, checkpoint: Checkpoint) -
     trained = [name for name in sharded.names if name in sharded.trained]
     state = {f"{_prefix(kind)}{name}" for kind in optimizer.kinds for name in trained}
     checkpoint.check_names(state | {f"model.{name}" for name in sharded.names})
-    weights = _stored_values(checkpoint, "model.", sharded.names)
+    weights = _stored_values(checkpoint, "model.", sharded)
     sharded.close_windows()
     for bucket in sharded.all_buckets:
         bucket.fill(weights)
     for index, bucket in enumerate(sharded.buckets):
         for kind in optimizer.kinds:
-            source = _stored_values(checkpoint, _prefix(kind), sharded.names)
+            source = _stored_values(checkpoint, _prefix(kind), sharded)
             optimizer.write(index, kind, bucket.assemble(source, *sharded.owned(index)))
 
 
@@ -60,22 +60,25 @@ def _prefix(kind: str) -> str:
 
 
 def _pieces(
-    prefix: str, bucket: Bucket, values: np.ndarray, held: tuple[int, int], wanted: tuple[int, int]
+    sharded: Sharded, prefix: str, bucket: Bucket, values: np.ndarray, held: tuple[int, int]
 ) -> Iterator[tuple[Shard, np.ndarray]]:
-    """Cut the range ``wanted`` of a bucket into one shard per parameter; ``values`` are those of ``held``."""
-    for piece in bucket.layout.pieces(*wanted):
-        shard = Shard.flat(prefix + piece.slot.name, piece.slot.shape, "float32", piece.start, piece.stop)
+    """What this rank saves of a bucket, one shard per parameter; ``values`` are those of ``held``."""
+    for piece in bucket.layout.pieces(*sharded.saves(bucket)):
         first = piece.slot.start + piece.start - held[0]
+        shard = _shard(sharded, prefix, piece.slot.name, piece.start, piece.stop)
         yield shard, values[first : first + piece.stop - piece.start]
 
 
-def _stored_values(
-    checkpoint: Checkpoint, prefix: str, shapes: Mapping[str, tuple[int, ...]]
-) -> ValueSource:
+def _shard(sharded: Sharded, prefix: str, name: str, start: int, stop: int) -> Shard:
+    """A flat range of a parameter as it is on this rank."""
+    box = sharded.placements.box(name, sharded.names[name])
+    return Shard(prefix + name, box.global_shape, "float32", box.offset, box.shape, start, stop)
+
+
+def _stored_values(checkpoint: Checkpoint, prefix: str, sharded: Sharded) -> ValueSource:
     """Values of parameters as read from a checkpoint."""
 
     def read(name: str, start: int, stop: int) -> np.ndarray:
-        shard = Shard.flat(prefix + name, shapes[name], "float32", start, stop)
-        return checkpoint.read(shard).reshape(-1)
+        return checkpoint.read(_shard(sharded, prefix, name, start, stop)).reshape(-1)
 
     return read
