@@ -186,7 +186,7 @@ class Sharded:
                 self._reducer.abandon()
 
     def select(self, graph: Hashable) -> None:
-        """Say which graph the next recorded forward or backward belongs to, when several are alive at once."""
+        """Say which graph the next recorded forward or backward belongs to, of several that are alive."""
         self._windows.select(graph)
 
     @contextmanager
