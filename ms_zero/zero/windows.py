@@ -14,8 +14,8 @@ complete). A cell that is recomputed runs its second forward between the last tw
 window; when several units are recomputed as one, each opens in the second forward and stays open until its
 backward has ended.
 
-Several graphs may be recorded before the first has its backward (a pipeline's microbatches). A unit's backward
-is over when it has ended as often as the unit ran forward in the same graph, see :meth:`Windows.select`.
+Several graphs may be recorded before the first has its backward (microbatches of a pipeline). A backward
+of a unit is over when it ended as often as the unit ran forward in the graph, see :meth:`Windows.select`.
 
 A unit of several cells stays open from its first to its last one. What is gathered ahead is what the last
 complete pass opened next, as long as this one takes the same course; the first pass gathers on demand. What
