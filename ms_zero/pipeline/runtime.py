@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mindspore as ms
@@ -104,10 +104,15 @@ class Pipeline:
         self._agree(schedule)
         return _Run(self, schedule, work, records=True).execute(steps(schedule)[self._group.index])
 
-    def evaluate(self, schedule: Schedule, work: Work) -> Outcome:
-        """Execute the forwards alone, without recording, one microbatch after the other."""
-        self._agree(schedule)
-        schedule = forward_only(schedule)
+    def evaluate(self, placement: Sequence[int], num_microbatches: int, work: Work) -> Outcome:
+        """Execute forwards alone, without recording, one microbatch after the other. Collective.
+
+        Args:
+            placement: rank of each virtual stage.
+            num_microbatches: how many.
+            work: what they compute.
+        """
+        schedule = forward_only(placement, num_microbatches, self._group.size)
         return _Run(self, schedule, work, records=False).execute(steps(schedule)[self._group.index])
 
     def send(self, tensors: Tensors, message: Message, key: Hashable) -> list[Handle[None]]:
@@ -162,17 +167,18 @@ class Pipeline:
         self._checked.add(schedule)
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, microbatch after microbatch, on the same placement."""
+def forward_only(placement: Sequence[int], num_microbatches: int, num_ranks: int) -> Schedule:
+    """Forwards on a placement, microbatch after microbatch, each through all stages."""
     orders = tuple(
         tuple(
             Action("F", stage, microbatch)
-            for microbatch in range(schedule.num_microbatches)
-            for stage in schedule.stages_of(rank)
+            for microbatch in range(num_microbatches)
+            for stage, owner in enumerate(placement)
+            if owner == rank
         )
-        for rank in range(schedule.num_ranks)
+        for rank in range(num_ranks)
     )
-    return replace(schedule, name=f"{schedule.name} forward", orders=orders)
+    return Schedule("evaluation", num_microbatches, tuple(placement), orders)
 
 
 class _Run:

@@ -151,6 +151,11 @@ class Staged(nn.Cell):
         """The blocks of each stage of this rank."""
         return dict(self._stages)
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self._num_stages
+
     def construct(self, stage: int, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
         """Run one stage.
 

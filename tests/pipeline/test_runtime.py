@@ -112,7 +112,7 @@ def execute(comm, schedule, sizes, length):
     for _ in range(2):
         clear_grads(net.get_parameters())
         outcome = pipeline.run(schedule, work)
-    evaluated = pipeline.evaluate(schedule, work)
+    evaluated = pipeline.evaluate(schedule.placement, schedule.num_microbatches, work)
     rank, wrong = comm.rank, []
     for stage in schedule.stages_of(rank):
         for name, param in net.layers[stage].parameters_and_names():
