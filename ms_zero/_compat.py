@@ -155,6 +155,18 @@ def _end_hooks(hooks: Sequence) -> None:
                 registered(hook.cell, (None,), grad_output)
 
 
+def reset_backward_hooks(cells: Iterable[nn.Cell]) -> None:
+    """Forget that an exception broke off a backward.
+
+    A cell's hook is called for the gradient of its output and then for that of its input, and tells them apart
+    by counting; after an exception between the two it would take the next output for an input.
+    Checked on 2.10.0: ``Cell._cell_backward_hook``, attribute ``grad_output``.
+    """
+    for cell in cells:
+        if cell._cell_backward_hook is not None:
+            cell._cell_backward_hook.grad_output = None
+
+
 def host_view(tensor: Tensor) -> np.ndarray:
     """The storage of a CPU tensor as a writable array that shares it; same shape.
 

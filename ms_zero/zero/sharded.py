@@ -26,7 +26,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
-from ms_zero._compat import backward, clear_grads, needs_gradient
+from ms_zero._compat import backward, clear_grads, needs_gradient, reset_backward_hooks
 from ms_zero.comm import Communicator, Group
 from ms_zero.errors import UserError
 from ms_zero.parallel.placement import Placements, Replicas, is_first
@@ -184,6 +184,7 @@ class Sharded:
             clear_grads(self._trained_params)
             if not complete:
                 self._reducer.abandon()
+                reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
 
     def select(self, graph: Hashable) -> None:
         """Say which graph the next recorded forward or backward belongs to, of several that are alive."""
