@@ -33,6 +33,8 @@ def plan(
     json_path: str | None,
 ) -> int:
     """Print the answer and write it in other forms; 2 when nothing fits."""
+    if top < 1:
+        raise UserError(f"--top {top}: expected at least 1")
     request = Request(
         model=model,
         cluster=cluster,
@@ -50,7 +52,9 @@ def plan(
         write_page(made, Path(html))
     if json_path:
         _write_json(made, Path(json_path))
-    if write and made.choice is not None:
+    if write and made.choice is None:
+        print(f"{write} was not written")
+    elif write:
         limits = write_run_file(made, Path(write))
         print(f"wrote {write}" + ("; this version cannot run it as it is:" if limits else ""))
         print("\n".join(f"  {line}" for line in limits), end="\n" if limits else "")

@@ -38,6 +38,8 @@ def schedule(
     """Print a schedule, published or from a file, and write it in other forms; returns the exit status."""
     made = read_csv(Path(csv)) if csv else _build(name, pp, microbatches, virtual)
     forward, backward, weight = (_time(text) for text in times)
+    if not forward + backward + weight:
+        raise UserError(f"--times {' '.join(times)}: expected at least one above 0")
     wait = _time(transfer)
     split = made.splits_backward()
     shares = Fraction(made.num_ranks, made.num_stages)

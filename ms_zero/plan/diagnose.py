@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ms_zero.errors import UserError
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.memory import MemoryModel
+from ms_zero.plan.report import size_unit
 from ms_zero.plan.time import TimeModel
 
 if TYPE_CHECKING:
@@ -64,13 +65,21 @@ def single_changes(layout: Layout, memory: MemoryModel) -> Iterator[tuple[str, L
 def _changes(layout: Layout) -> Iterator[tuple[str, dict[str, object]]]:
     micro, count = layout.micro_batch_size, layout.microbatches
     if micro > 1 and micro % 2 == 0:
-        yield f"micro_batch_size {micro // 2}", {"micro_batch_size": micro // 2, "microbatches": 2 * count}
+        smaller = {"micro_batch_size": micro // 2, "microbatches": 2 * count}
+        yield f"train.micro_batch_size {micro // 2}", smaller
     if count % 2 == 0:
-        yield f"micro_batch_size {2 * micro}", {"micro_batch_size": 2 * micro, "microbatches": count // 2}
+        larger = {"micro_batch_size": 2 * micro, "microbatches": count // 2}
+        yield f"train.micro_batch_size {2 * micro}", larger
     if layout.recompute != "full":
-        yield "recompute every layer", {"recompute": "full"}
-    if layout.recompute != "none":
-        yield "no recompute", {"recompute": "none"}
+        yield "memory.recompute full", {"recompute": "full"}
+    if layout.recompute == "none":
+        yield "memory.recompute every_k, recompute_every 2", {"recompute": "every_k", "recompute_every": 2}
+    else:
+        yield "memory.recompute none", {"recompute": "none"}
+    if not layout.activation_offload:
+        yield "memory.activations host", {"activation_offload": True, "activation_bits": None}
+    if layout.activation_offload or layout.activation_bits:
+        yield "memory.activations device", {"activation_offload": False, "activation_bits": None}
     if not layout.flash_attention:
         yield "fused attention", {"flash_attention": True}
     if layout.dp * layout.cp > 1 and layout.hsdp_level is None:
@@ -82,12 +91,12 @@ def _changes(layout: Layout) -> Iterator[tuple[str, dict[str, object]]]:
         yield "offload.optimizer none", {"optimizer_offload": 0.0}
     for axis in ("tp", "pp", "cp"):
         if layout.dp_shard % 2 == 0:
-            text = f"{axis} {2 * getattr(layout, axis)}, half the data-parallel ranks"
+            text = f"parallel.{axis} {2 * getattr(layout, axis)}, half the data-parallel ranks"
             halved = {axis: 2 * getattr(layout, axis), "dp_shard": layout.dp_shard // 2}
             halved |= {"microbatches": 2 * count}
             yield text, halved | ({"sequence_parallel": True} if axis == "tp" else {})
     if layout.pp > 1 and layout.schedule != "zb-h1" and layout.virtual_stages == 1:
-        yield "the zb-h1 schedule", {"schedule": "zb-h1"}
+        yield "parallel.schedule zb-h1", {"schedule": "zb-h1"}
 
 
 def _memory_remedies(
@@ -96,6 +105,7 @@ def _memory_remedies(
     """What lowers the peak: first what makes it fit, quickest first; then the rest, smallest first."""
     now = memory.peak(layout)
     step = time.estimate(layout).step if time else 0.0
+    size, unit = size_unit(now)
     rows = []
     for text, changed in single_changes(layout, memory):
         peak = memory.peak(changed)
@@ -106,11 +116,11 @@ def _memory_remedies(
     for misses, _, text, peak, slower in sorted(rows):
         change = f", {_percent(slower)} step time" if time else ""
         verdict = "" if capacity is None else " (does not fit yet)" if misses else " (fits)"
-        yield f"{text}: {now / 1e9:.1f} -> {peak / 1e9:.1f} GB{change}{verdict}"
+        yield f"{text}: {now / size:.1f} -> {peak / size:.1f} {unit}{change}{verdict}"
     shorter = layout.seq_len // 2
     if shorter >= 1:
         peak = memory.peak(layout.replace(seq_len=shorter))
-        yield f"data.seq_len {shorter}: {now / 1e9:.1f} -> {peak / 1e9:.1f} GB, another training"
+        yield f"data.seq_len {shorter}: {now / size:.1f} -> {peak / size:.1f} {unit}, another training"
 
 
 def _speed_remedies(
@@ -119,6 +129,7 @@ def _speed_remedies(
     if time is None:
         return
     now = time.estimate(layout)
+    size, unit = size_unit(memory.peak(layout))
     rows = []
     for text, changed in single_changes(layout, memory):
         report = time.estimate(changed)
@@ -126,7 +137,7 @@ def _speed_remedies(
         if report.step < 0.995 * now.step and (capacity is None or peak <= capacity):
             rows.append((report.step / now.step - 1, text, peak))
     for faster, text, peak in sorted(rows):
-        yield f"{text}: {_percent(faster)} step time, {peak / 1e9:.1f} GB"
+        yield f"{text}: {_percent(faster)} step time, {peak / size:.1f} {unit}"
     causes = now.causes()
     del causes["compute"]
     cause = max(causes, key=causes.__getitem__)

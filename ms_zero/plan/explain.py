@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import active_parameters, count_parameters
 from ms_zero.plan.planner import Plan, follows_rule, limit_of, rule_of_thumb
-from ms_zero.plan.report import PARTS, MemoryReport, TimeReport
+from ms_zero.plan.report import PARTS, MemoryReport, TimeReport, size_unit
 from ms_zero.plan.search import Candidate
 from ms_zero.plan.shapes import ModelShape
 from ms_zero.plan.traffic import step_bytes
@@ -129,14 +129,15 @@ def traffic_line(shape: ModelShape, layout: Layout, parameters: float) -> Iterat
 def memory_lines(report: MemoryReport, capacity: float | None) -> Iterator[str]:
     """Memory of the fullest stage by part."""
     worst = report.worst
-    room = f" of {capacity / 1e9:.1f}" if capacity else ""
+    size, unit = size_unit(worst.peak)
+    room = f" of {capacity / size:.1f}" if capacity else ""
     where = f" in stage {worst.stage}" if len(report.stages) > 1 else ""
-    yield f"memory: {worst.peak / 1e9:.2f}{room} GB{where}, from {worst.low / 1e9:.2f} GB"
+    yield f"memory: {worst.peak / size:.2f}{room} {unit}{where}, from {worst.low / size:.2f} {unit}"
     for name in PARTS:
-        if worst.parts.get(name, 0.0) > 5e6:
-            yield f"  {name:18s} {worst.parts[name] / 1e9:9.2f} GB"
+        if worst.parts.get(name, 0.0) > 0.005 * size:
+            yield f"  {name:18s} {worst.parts[name] / size:9.2f} {unit}"
     if report.host_peak:
-        yield f"  {'on the host':18s} {report.host_peak / 1e9:9.2f} GB"
+        yield f"  {'on the host':18s} {report.host_peak / size:9.2f} {unit}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -88,6 +88,7 @@ class Layout:
         dropout: whether dropout is on: its masks are kept as well.
         bucket_bytes: upper size of a gradient bucket.
         prefetch: units whose weights stage 3 gathers ahead.
+        unit_elements: parameters that make a cell a unit of stage 3, bottom-up; None: blocks and ends are.
         sync_each_microbatch: whether gradients are reduced in every microbatch and kept as shards, or once a
             step and kept whole until then; None: in stages 2 and 3. See ``syncs``.
         precision: bytes per element.
@@ -122,6 +123,7 @@ class Layout:
     dropout: bool = False
     bucket_bytes: float = 25 * 2**20
     prefetch: int = 1
+    unit_elements: int | None = None
     sync_each_microbatch: bool | None = None
     precision: Precision = MIXED
     chunk_layers: tuple[int, ...] | None = None

@@ -445,9 +445,13 @@ def _gradients_are_shards(layout: Layout) -> bool:
 def _unsharded(layout: Layout, sizes: _Sizes) -> float:
     """Gathered weights, the whole gradient of one unit, and its weights cast for computing.
 
-    Only what is sharded is gathered.
+    Only what is sharded is gathered. Where a block has too few parameters to be a unit of its own, all blocks
+    together are one.
     """
     precision, hsdp = layout.precision, layout.hsdp_level
+    if layout.unit_elements is not None and layout.unit_elements > sizes.layer_dense + sizes.layer_experts:
+        sizes = sizes._replace(largest_dense=sizes.dense, largest_experts=sizes.experts)
+        layout = layout.replace(prefetch=0)
     dense = layout.shard_degree > 1 or layout.parameter_offload
     experts = layout.expert_shard_degree > 1 or layout.parameter_offload
     largest = sizes.largest_dense * dense + sizes.largest_experts * experts

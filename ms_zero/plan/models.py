@@ -86,7 +86,7 @@ def load_model(name: str) -> ModelShape:
 
     """
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json":
         return _read_json(path)

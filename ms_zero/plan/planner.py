@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ms_zero.errors import UserError
 from ms_zero.hardware import Device, load_device
-from ms_zero.plan.candidates import RECOMPUTE, Space
+from ms_zero.plan.candidates import RECOMPUTE, Space, divisors, skeletons
 from ms_zero.plan.layout import FP32, MIXED_FP32_GRADIENTS, Layout, Precision
 from ms_zero.plan.memory import Calibration, MemoryModel, explain_shortage
 from ms_zero.plan.models import load_model
@@ -320,9 +321,11 @@ def remedies(plan: Plan) -> Iterator[str]:
     layout = min(smallest_peaks(plan.shape, plan.memory, space), key=_first, default=(0.0, None))[1]
     if layout is None:
         yield f"no layout divides {space.devices} devices and a batch of {space.global_batch_size}"
-    else:
-        shortage = explain_shortage(plan.memory.report(layout), plan.capacity.device)
-        yield f"closest: {shortage or _host_shortage(plan, layout)} ({_words(layout)})"
+        batch = smallest_batch(plan)
+        yield f"a batch of {batch} samples, or a multiple, would do" if batch else "no batch would do"
+        return
+    shortage = explain_shortage(plan.memory.report(layout), plan.capacity.device)
+    yield f"closest: {shortage or _host_shortage(plan, layout)} ({_words(layout)})"
     devices = smallest_devices(plan)
     yield f"enough: {devices} devices" if devices else "no number of these devices is enough"
     longest = largest_seq_len(plan)
@@ -364,14 +367,27 @@ def _words(layout: Layout) -> str:
     return ", ".join(f"{name} {getattr(layout, name)}" for name in degrees if getattr(layout, name) > 1)
 
 
+def smallest_batch(plan: Plan) -> int | None:
+    """The smallest batch that some layout of the same devices divides; None: there is no layout."""
+    batches = divisors(plan.space.devices)
+    spaces = (replace(plan.space, global_batch_size=batch) for batch in batches)
+    found = zip(batches, (next(skeletons(plan.shape, space), None) for space in spaces), strict=True)
+    return next((batch for batch, layout in found if layout is not None), None)
+
+
 def largest_seq_len(plan: Plan) -> int | None:
-    """The longest halving of the sequence that fits on the same devices; None: not even 128 tokens."""
+    """The longest shorter sequence that fits on the same devices, to an eighth; None: not even 128 tokens."""
+
+    def too_long(seq_len: int) -> bool:
+        return not _fits(plan, replace(plan.space, seq_len=seq_len))
+
     seq_len = plan.space.seq_len // 2
-    while seq_len >= 128:
-        if _fits(plan, replace(plan.space, seq_len=seq_len)):
-            return seq_len
+    while seq_len >= 128 and too_long(seq_len):
         seq_len //= 2
-    return None
+    if seq_len < 128:
+        return None
+    longer = range(seq_len, min(2 * seq_len, plan.space.seq_len), max(128, seq_len // 8))
+    return longer[bisect_left(longer, True, lo=1, key=too_long) - 1]
 
 
 def _offload_remedy(plan: Plan, layout: Layout | None) -> Iterator[str]:

@@ -24,6 +24,12 @@ PARTS = (
 """Names of the parts of a device's memory, in the order in which they are shown."""
 
 
+
+def size_unit(num_bytes: float) -> tuple[float, str]:
+    """The unit in which a size of this order is shown: bytes of it, and its name."""
+    return (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Memory of one device of a pipeline stage at the moment when it holds most, in bytes.

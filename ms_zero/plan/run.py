@@ -37,6 +37,7 @@ def layout_of(config: RunConfig) -> Layout:
         flash_attention=flash_attention,
         reshard_after_forward=parallel.reshard_after_forward,
         prefetch=parallel.prefetch,
+        unit_elements=parallel.wrap_elements if parallel.wrap == "size" else None,
         optimizer_offload=0.0 if offload.optimizer == "none" else offload.fraction,
         offload_to="nvme" if offload.optimizer == "nvme" else "cpu",
         parameter_offload=offload.params == "cpu",

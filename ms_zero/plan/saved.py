@@ -426,7 +426,7 @@ _NATIVE_ATTENTION = (
     Operator(
         "attention core", (*_QKV_TENSORS, Saves("log sums", ("tokens", "heads"), width=_FP32)), core=True
     ),
-    Operator("rounding", (Saves("weighted values", _CONTEXT, when="rounded"),)),
+    Operator("rounding", (Saves("weighted values", _CONTEXT, when="rounded"),), core=True),
     *_OUTPUT,
 )
 _NATIVE_TABLES = Operator("rotary", (_whole("tables", ("seq", "head_dim"), 4, _FP32, when="tables"),))

@@ -75,7 +75,9 @@ class StepTraffic:
     gradient_gathers: int
     replica_reduces: int
 
-    def sent_bytes(self, psi: float, degree: int, replicas: int, *, weight: int, wire: int, kept: int) -> float:
+    def sent_bytes(
+        self, psi: float, degree: int, replicas: int, *, weight: int, wire: int, kept: int
+    ) -> float:
         """Bytes that a rank sends, as ring collectives count: (N - 1)/N of what passes.
 
         Args:

@@ -15,7 +15,6 @@ import numpy as np
 from ms_zero.config import RunConfig, load_config
 from ms_zero.plan.activations import packed_share, saved_ends_bytes
 from ms_zero.plan.parameters import layer_parameters
-from ms_zero.plan.recompute import RECOMPUTE_KINDS
 from ms_zero.plan.run import layout_of, memory_model_of
 from ms_zero.plan.shapes import from_config
 from ms_zero.testing.workers import run_workers
@@ -36,12 +35,25 @@ STATES: Mapping[str, str] = {
     "stage 2 half on host": "parallel: {zero_stage: 2}\noffload: {optimizer: cpu, fraction: 0.5}",
     "stage 3 all on host": "parallel: {zero_stage: 3}\nprecision: {policy: bf16}\n"
     "offload: {optimizer: cpu, params: cpu}",
+    "stage 3 by size": "parallel: {zero_stage: 3, wrap: size, wrap_elements: 1000000}",
 }
+_BF16 = "\nprecision: {policy: bf16}"
+SAVED: Mapping[str, str] = {
+    "recompute none": "memory: {recompute: none}",
+    "recompute full": "memory: {recompute: full}",
+    "recompute every_k": "memory: {recompute: every_k, recompute_every: 2}",
+    "recompute sqrt": "memory: {recompute: sqrt}",
+    "recompute selective": "memory: {recompute: selective}",
+    "recompute budget": "memory: {recompute: budget, budget_gb: 0.002}",
+    "recompute none bf16": f"memory: {{recompute: none}}{_BF16}",
+    "recompute full bf16": f"memory: {{recompute: full}}{_BF16}",
+    "recompute selective bf16": f"memory: {{recompute: selective}}{_BF16}",
+    "recompute budget bf16": f"memory: {{recompute: budget, budget_gb: 0.0022}}{_BF16}",
+}
+_CASES = {**STATES, **SAVED}
 STATE_PARTS = ("weights", "gradients", "master", "moments")
 HOST_PARTS = ("host weights", "host master", "host moments")
-KINDS = tuple(kind for kind in RECOMPUTE_KINDS if kind != "budget")
 PLACES = ("host", "int8", "int8_host")
-_EVERY = 2
 _RUN = """
 model: {model}
 data: {{seq_len: 48}}
@@ -53,14 +65,14 @@ train: {{steps: 1, micro_batch_size: 2, accumulation_steps: 2, output_dir: out}}
 def write_cases(folder: Path) -> None:
     """Write the run file of every case."""
     for family, model in FAMILIES.items():
-        for number, more in enumerate(STATES.values()):
+        for number, more in enumerate(_CASES.values()):
             text = _RUN.format(model=model, more=more)
             (folder / f"{family}-{number}.yaml").write_text(text, encoding="utf-8")
 
 
 def read_case(folder: Path, family: str, case: str = "stage 0", world: int = 1) -> RunConfig:
-    """The config of a case, a key of STATES."""
-    path = folder / f"{family}-{list(STATES).index(case)}.yaml"
+    """The config of a case, a key of STATES or SAVED."""
+    path = folder / f"{family}-{list(_CASES).index(case)}.yaml"
     return load_config(path, world_size=world).config
 
 
@@ -69,13 +81,16 @@ def measure_states(folder: Path) -> list[dict[str, dict[str, int]]]:
     return run_workers(WORLD_SIZE, _measure_states, str(folder), timeout_s=240.0)
 
 
-def measure_saved(config: RunConfig, kind: str) -> int:
-    """Bytes that the forward of one microbatch saves under a kind of recompute, see `memory.saved`."""
-    from ms_zero import memory
+def measure_saved(config: RunConfig) -> int:
+    """Bytes that the forward of one microbatch saves, see `memory.saved`."""
+    from ms_zero._compat import device_target
     from ms_zero.memory.saved import measure_saved as count
+    from ms_zero.precision.autocast import apply as autocast
+    from ms_zero.recipes.build import apply_memory, build_policy
 
     model = _model(config)
-    memory.apply_recompute(model, kind, every=_EVERY if kind == "every_k" else None)
+    apply_memory(config, model)
+    autocast(model, build_policy(config.precision), device_target())
     forward = _forward(model, _batch(config))
     forward()  # builds the constants that operators cache
     tensors, _ = count(forward)
@@ -109,10 +124,9 @@ def predict_states(config: RunConfig) -> dict[str, float]:
     return {**found, "open": worst.parts.get("unsharded", 0.0) - gradient}
 
 
-def predict_saved(config: RunConfig, kind: str) -> float:
+def predict_saved(config: RunConfig) -> float:
     """The planner's bytes of saved activations."""
-    layout = layout_of(config).replace(recompute=kind, recompute_every=_EVERY)
-    return memory_model_of(config, "case").saved(layout)
+    return memory_model_of(config, "case").saved(layout_of(config))
 
 
 def predict_packed(config: RunConfig, place: str) -> tuple[float, float]:
@@ -134,10 +148,9 @@ def relative_errors(folder: Path) -> Iterator[tuple[str, float]]:
             predicted = predict_states(read_case(folder, family, case, WORLD_SIZE))
             for rank, counted in enumerate(ranks):
                 yield from _compare(f"{family} {case} rank {rank}", predicted, counted[f"{family} {case}"])
-        config = read_case(folder, family)
-        for kind in KINDS:
-            predicted, counted = predict_saved(config, kind), measure_saved(config, kind)
-            yield f"{family} recompute {kind}: saved", predicted / counted - 1
+        for case in SAVED:
+            config = read_case(folder, family, case)
+            yield f"{family} {case}: saved", predict_saved(config) / measure_saved(config) - 1
 
 
 def _compare(

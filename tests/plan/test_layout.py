@@ -142,6 +142,10 @@ def test_a_run_file_becomes_its_layout(tmp_path):
         ("hardware: {kernels: portable}", {"flash_attention": False}),
         ("hardware: {target: GPU, device: nvidia-h100-sxm}", {"flash_attention": False}),
         ("parallel: {zero_stage: 3, prefetch: 2, reshard_after_forward: false}", {"prefetch": 2}),
+        ("parallel: {zero_stage: 3, wrap: size, wrap_elements: 7}", {"unit_elements": 7}),
+        ("parallel: {zero_stage: 3, reshard_after_forward: false}", {"reshard_after_forward": False}),
+        ("parallel: {zero_stage: 2, sync_each_microbatch: false}", {"sync_each_microbatch": False}),
+        ("offload: {optimizer: nvme, fraction: 0.5, nvme_path: x}", {"optimizer_offload": 0.5}),
         ("optim: {kind: sgd}", {"precision": replace(FP32, moments=0)}),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ms_zero.plan.recompute import RECOMPUTE_KINDS
 from ms_zero.testing import memory_cases as cases
 
 TOLERANCE = 0.05
@@ -32,12 +33,17 @@ def test_states_are_what_the_engine_holds(folder, counted, family, case):
         assert 0.999 * held["open"] <= predicted["open"] <= 2 * held["open"]
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("case", cases.SAVED)
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_saved_activations_are_what_the_engine_saves(folder, blocking, family, kind):
-    config = cases.read_case(folder, family)
-    predicted, counted = cases.predict_saved(config, kind), cases.measure_saved(config, kind)
-    assert predicted == pytest.approx(counted, rel=TOLERANCE / 10)
+def test_saved_activations_are_what_the_engine_saves(folder, blocking, family, case):
+    config = cases.read_case(folder, family, case)
+    # A run in bf16 that recomputes whole blocks keeps their tables of rotary positions, once.
+    tolerance = 0.02 if "bf16" in case else 0.005
+    assert cases.predict_saved(config) == pytest.approx(cases.measure_saved(config), rel=tolerance)
+
+
+def test_every_kind_of_recompute_is_measured():
+    assert {case.split()[1] for case in cases.SAVED} == set(RECOMPUTE_KINDS)
 
 
 @pytest.mark.parametrize("place", cases.PLACES)

@@ -13,6 +13,7 @@ from ms_zero.plan.planner import (
     capacity_of,
     default_batch,
     follows_rule,
+    largest_seq_len,
     make_plan,
     rule_of_thumb,
 )
@@ -151,9 +152,30 @@ def test_wrong_requests_are_refused_in_one_line(changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_nothing_divides_is_said():
-    plan = make_plan(request("llama2-7b", 7, 4096, global_batch_size=5))
-    assert plan.choice is not None or any("no layout divides" in remedy for remedy in plan.remedies)
+def test_a_batch_that_nothing_divides_is_said_with_one_that_is_divided():
+    plan = make_plan(request("gpt2-small", 4096, 1024, global_batch_size=1))
+    assert plan.choice is None
+    first, second = plan.remedies
+    assert first == "no layout divides 4096 devices and a batch of 1"
+    batch = int(second.split()[3])
+    assert make_plan(request("gpt2-small", 4096, 1024, global_batch_size=batch)).choice is not None
+    assert make_plan(request("gpt2-small", 4096, 1024, global_batch_size=batch // 2)).choice is None
+
+
+def test_the_longest_sequence_is_found_between_halvings():
+    plan = make_plan(request("llama3.1-8b", 4, 131072, offload=False, global_batch_size=4))
+    length = largest_seq_len(plan)
+    step = max(128, 2 ** (length.bit_length() - 1) // 8)
+    longer = make_plan(request("llama3.1-8b", 4, length + step, offload=False, global_batch_size=4))
+    assert longer.choice is None
+
+
+def test_the_host_holds_no_more_than_helps():
+    plan = make_plan(request("llama-70b", 512, 4096, global_batch_size=1024))
+    layout = plan.choice.layout
+    assert layout.activation_offload and not layout.optimizer_offload
+    inside = make_plan(request("llama-70b", 512, 4096, global_batch_size=1024, offload=False))
+    assert inside.choice.time.step > 1.03 * plan.found.best[0].time.step
 
 
 def test_capacity_comes_from_the_catalogue(large):
