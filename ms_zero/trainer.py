@@ -189,10 +189,11 @@ class Trainer:
         ]
 
     def _agree(self, valid: int, stop: int) -> tuple[int, int]:
-        """Sums over the ranks of the valid tokens and of the wish to stop."""
+        """Valid tokens of the global batch, and how many ranks wish to stop."""
         local = Tensor(np.array([valid, stop], np.int64))
-        num_tokens, stops = self._comm.all_reduce(local, self._group).asnumpy().tolist()
-        return num_tokens, stops
+        num_tokens, stops = self._comm.all_reduce(local, self._comm.world).asnumpy().tolist()
+        # All ranks of a replica have counted the same samples.
+        return num_tokens * self._group.size // self._comm.world_size, stops
 
     def _advance(self, num_samples: int, *, applied: bool) -> None:
         self.progress.step += 1

@@ -240,10 +240,49 @@ def _check_mesh(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
-    for axis in ("pp", "cp", "tp"):
+    for axis in ("pp", "cp"):
         degree = facts.values.get(f"parallel.{axis}", 1)
         if degree > 1:
             yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
+
+
+def _check_tensor_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree = facts.values["parallel.tp"]
+    heads, kv_heads = facts.values["model.num_heads"], facts.values.get("model.num_kv_heads")
+    if heads % degree:
+        yield "parallel.tp", f"{degree} does not divide model.num_heads {heads}; use a divisor of it"
+    elif isinstance(kv_heads, int) and kv_heads % degree and degree % kv_heads:
+        message = f"{degree} is neither a divisor nor a multiple of model.num_kv_heads {kv_heads}; use one"
+        yield "parallel.tp", message
+    sizes = {name: facts.values.get(f"model.{name}") for name in ("vocab_size", "ffn_hidden_size")}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < degree:
+            yield "parallel.tp", f"{degree} is more than model.{name} {size}; lower it"
+
+
+def _check_sequence_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree, length = facts.values["parallel.tp"], facts.values["data.seq_len"]
+    if not facts.values["parallel.sequence_parallel"]:
+        return
+    if degree == 1:
+        message = "true, but parallel.tp is 1, and its ranks cut the sequence; raise tp or remove this"
+        yield "parallel.sequence_parallel", message
+    elif length % degree:
+        message = f"{length} tokens cannot be cut by parallel.tp {degree}; use a multiple of it"
+        yield "data.seq_len", message
+
+
+def _check_tensor_parallel_node(facts: Facts) -> Iterator[tuple[str, str]]:
+    name, degree = facts.values["hardware.device"], facts.values["parallel.tp"]
+    if name is None or name not in hardware.device_names():
+        return
+    node = hardware.load_device(name).devices_per_node
+    if node is not None and facts.world_size > node and node % degree:
+        message = (
+            f"{degree} does not divide the {node} devices of a {name} node: some groups reach over two nodes "
+            f"and are as slow as the network; use a divisor of {node}"
+        )
+        yield "parallel.tp", message
 
 
 def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -564,11 +603,42 @@ _PARALLEL_RULES = (
     ),
     Rule(
         "MZ062",
-        "Pipeline, context and tensor parallelism are not available yet",
+        "Pipeline and context parallelism are not available yet",
         "unavailable",
-        "This version runs data parallelism only; the keys exist so that files keep their meaning.",
-        "Set parallel.pp, parallel.cp and parallel.tp to 1.",
+        "This version runs data and tensor parallelism; the keys exist so that files keep their meaning.",
+        "Set parallel.pp and parallel.cp to 1.",
         check=_check_axes,
+    ),
+    Rule(
+        "MZ054",
+        "Tensor parallelism fits the model",
+        "error",
+        "Tensor-parallel ranks share the attention heads evenly. With fewer key-value heads than ranks, "
+        "several ranks hold the same one. Vocabulary and MLP are cut anywhere and need not divide.",
+        "Set parallel.tp to a divisor of model.num_heads that divides model.num_kv_heads or is a multiple of "
+        "it.",
+        ("parallel.tp", "model.num_heads"),
+        _check_tensor_parallel,
+    ),
+    Rule(
+        "MZ055",
+        "Sequence parallelism has ranks, and a sequence that divides",
+        "error",
+        "Sequence parallelism cuts norms, dropout and residuals between the tensor-parallel ranks, each of "
+        "which keeps the same number of tokens.",
+        "Set data.seq_len to a multiple of parallel.tp, or parallel.sequence_parallel to false.",
+        ("parallel.tp", "parallel.sequence_parallel", "data.seq_len"),
+        _check_sequence_parallel,
+    ),
+    Rule(
+        "MZ056",
+        "Tensor parallelism stays inside a node",
+        "warning",
+        "Tensor-parallel ranks exchange activations in every layer. Within a node links are several times as "
+        "fast as between nodes.",
+        "Set parallel.tp to a divisor of the devices of a node, and start as many workers on each.",
+        ("parallel.tp", "hardware.device"),
+        _check_tensor_parallel_node,
     ),
     Rule(
         "MZ063",

@@ -292,6 +292,11 @@ class ParallelConfig:
     )
     cp: int = _count("Context-parallel ranks.", default=1)
     tp: int = _count("Tensor-parallel ranks.", default=1)
+    sequence_parallel: bool = key(
+        "Whether tensor-parallel ranks also cut norms, dropout and residuals along the sequence: the same "
+        "traffic, less memory.",
+        default=False,
+    )
     zero_stage: int = key(
         "What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights.",
         default=0,

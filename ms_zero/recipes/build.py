@@ -13,6 +13,7 @@ from ms_zero.data import DocumentResets
 from ms_zero.memory import apply_recompute, compress_activations, offload_activations
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
+from ms_zero.parallel import Placements
 from ms_zero.plan.saved import Split, block_of, bytes_by_kind
 from ms_zero.plan.shapes import from_config
 from ms_zero.precision.autocast import apply as autocast
@@ -20,6 +21,7 @@ from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.tensor import cut_model
 from ms_zero.zero.api import data_groups
 from ms_zero.zero.bucket import ValueSource
 from ms_zero.zero.nvme import NvmeStates, check_space, padded_bytes
@@ -38,11 +40,13 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
     trained.
     """
     model = build_model(config.model) if model is None else model
+    values = seeded_values(model, config.train.seed)
+    cut = cut_model(model, config.model, pmesh, split_sequence=config.parallel.sequence_parallel)
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
     notes += describe_sharding(config, policy)
     autocast(model, policy, device_target())
-    sharded = build_sharded(config, model, policy, pmesh)
+    sharded = build_sharded(config, model, policy, pmesh, values, cut.placements)
     states = build_states(config, sharded, pmesh.comm)
     return EagerEngine(
         model,
@@ -53,6 +57,8 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
         resets=build_resets(config.data),
         seed=config.train.seed,
         notes=notes,
+        loss_sum=cut.loss_sum,
+        spans_of=cut.spans_of,
     )
 
 
@@ -66,19 +72,29 @@ def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
         f"{parallel.dp_shard} ranks{replicas}",
         f"precision {config.precision.policy}: {policy.describe(config.hardware.target)}",
     ]
+    if parallel.tp > 1:
+        sequence = " and along the sequence" if parallel.sequence_parallel else ""
+        lines.append(f"tensor parallelism: weights and activations cut over {parallel.tp} ranks{sequence}")
     if offload.optimizer != "none":
         lines.append(f"offload: {offload.fraction:.0%} of the optimizer state on {offload.optimizer}")
     return lines
 
 
-def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: ProcessMesh) -> Sharded:
-    """The shards of a model with its initial values."""
+def build_sharded(
+    config: RunConfig,
+    model: nn.Cell,
+    policy: Policy,
+    pmesh: ProcessMesh,
+    values: ValueSource,
+    placements: Placements,
+) -> Sharded:
+    """The shards of a model, given where its parameters lie in the whole ones and the values of these."""
     parallel = config.parallel
     working = policy.working(device_target())
     blocks = wrap_blocks(model, leaves=True)
     return Sharded(
         model,
-        seeded_values(model, config.train.seed),
+        placements.local_values(values),
         Options(
             stage=parallel.zero_stage,
             policy=policy,
@@ -96,6 +112,7 @@ def build_sharded(config: RunConfig, model: nn.Cell, policy: Policy, pmesh: Proc
         key_of=models.decay_names(model).__contains__,
         scaler=build_scaler(config.precision),
         wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
+        placements=placements,
     )
 
 
@@ -124,6 +141,8 @@ def kept_bytes(config: RunConfig) -> dict[str, float]:
     split = Split(
         batch=config.train.micro_batch_size,
         seq_len=config.data.seq_len,
+        tp=config.parallel.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
         activation_bytes=4 if working.dtype == ms.float32 else 2,
         dropout=config.model.dropout > 0,
         rounded=working.grid is not None,

@@ -1,6 +1,6 @@
 """The eager recipe: a plain model, its shards and its optimizer on this rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -45,6 +45,8 @@ class EagerEngine:
         resets: DocumentResets = NO_RESETS,
         seed: int = 0,
         notes: Sequence[str] = (),
+        loss_sum: nn.Cell | None = None,
+        spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         """Join the parts.
 
@@ -57,6 +59,9 @@ class EagerEngine:
             resets: what restarts where a document begins.
             seed: of dropout.
             notes: what the log should say about the parts.
+            loss_sum: maps logits [B T, V] and labels int32 [B T] to the summed token loss; None:
+                `kernels.CrossEntropySum`.
+            spans_of: length of a sequence -> the token ranges that the model's dropouts see; None: all.
         """
         self.model, self.notes = model, tuple(notes)
         self._dropout: DropoutState | None = getattr(model, "dropout_state", None)
@@ -64,7 +69,8 @@ class EagerEngine:
         self.sharded = sharded
         self.optimizer = optimizer
         self._comm, self._group, self._resets = comm, group, resets
-        self._loss_sum = kernels.CrossEntropySum()
+        self._loss_sum = kernels.CrossEntropySum() if loss_sum is None else loss_sum
+        self._spans_of = spans_of
         self._loss_of_step: Tensor | None = None
 
     def forward_backward(
@@ -90,7 +96,7 @@ class EagerEngine:
             step: attempted steps before this one; a model with dropout needs it, and the next.
             sample_numbers: of the rows.
         """
-        self._set_position(step, sample_numbers)
+        self._set_position(step, sample_numbers, input_ids.shape[1])
         with tape():
             loss = self._loss(input_ids, labels, document_starts)
         self.sharded.backward(loss, weight=weight, last=last)
@@ -119,9 +125,11 @@ class EagerEngine:
         with no_grad(), self._without_dropout():
             return float(self._loss(input_ids, labels, document_starts).asnumpy())
 
-    def _set_position(self, step: int, sample_numbers: Sequence[int]) -> None:
+    def _set_position(self, step: int, sample_numbers: Sequence[int], length: int) -> None:
         if self._dropout is not None:
-            self._dropout.set_position(seed=self._seed, step=step, sample_numbers=sample_numbers)
+            spans = None if self._spans_of is None else self._spans_of(length)
+            where = {"step": step, "sample_numbers": sample_numbers, "token_spans": spans}
+            self._dropout.set_position(seed=self._seed, **where)
 
     def _without_dropout(self) -> AbstractContextManager:
         return nullcontext() if self._dropout is None else self._dropout.off()
@@ -134,7 +142,7 @@ class EagerEngine:
     def first_nonfinite(self) -> str | None:
         """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""
         found = [shard.name for shard, values in self.gradient_shards() if not np.isfinite(values).all()]
-        everywhere = {name for names in self._comm.exchange(found, self._group) for name in names}
+        everywhere = {name for names in self._comm.exchange(found) for name in names}
         return next((name for name in self.sharded.names if name in everywhere), None)
 
     def gradient_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
