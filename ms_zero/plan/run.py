@@ -25,6 +25,7 @@ def layout_of(config: RunConfig) -> Layout:
         seq_len=config.data.seq_len,
         pp=parallel.pp,
         tp=parallel.tp,
+        sequence_parallel=parallel.tp > 1 and parallel.sequence_parallel,
         cp=parallel.cp,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,

@@ -143,6 +143,7 @@ def test_a_run_file_becomes_its_layout(tmp_path):
         ("hardware: {target: GPU, device: nvidia-h100-sxm}", {"flash_attention": False}),
         ("parallel: {zero_stage: 3, prefetch: 2, reshard_after_forward: false}", {"prefetch": 2}),
         ("parallel: {zero_stage: 3, wrap: size, wrap_elements: 7}", {"unit_elements": 7}),
+        ("parallel: {tp: 4, sequence_parallel: true}", {"tp": 4, "sequence_parallel": True}),
         ("parallel: {zero_stage: 3, reshard_after_forward: false}", {"reshard_after_forward": False}),
         ("parallel: {zero_stage: 2, sync_each_microbatch: false}", {"sync_each_microbatch": False}),
         ("offload: {optimizer: nvme, fraction: 0.5, nvme_path: x}", {"optimizer_offload": 0.5}),
@@ -152,7 +153,7 @@ def test_a_run_file_becomes_its_layout(tmp_path):
 def test_what_a_run_file_says_reaches_the_layout(tmp_path, section, expected):
     path = tmp_path / "run.yaml"
     path.write_text(f"{RUN}{section}\n")
-    layout = layout_of(load_config(path, to_run=False).config)
+    layout = layout_of(load_config(path, world_size=None, to_run=False).config)
     assert {name: getattr(layout, name) for name in expected} == expected
 
 
