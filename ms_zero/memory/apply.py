@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from ms_zero import kernels
-from ms_zero._compat import has_backward_hooks, leaf
 from ms_zero.errors import UserError
-from ms_zero.memory.construct import Construct, Replacement, replace_construct
-from ms_zero.memory.recompute import RecomputedCall, recompute
+from ms_zero.memory.construct import Replacement
+from ms_zero.memory.recompute import recompute
+from ms_zero.memory.segment import Segment, SegmentedList, recompute_segments
 from ms_zero.plan.recompute import BytesOf, RecomputePlan, peak_bytes, plan_recompute
 
 
@@ -32,11 +29,11 @@ class Applied:
     plan: RecomputePlan
     cells: dict[str, nn.Cell]
     text: str
-    replacements: tuple[Replacement, ...]
+    replacements: tuple[Replacement | Segment | SegmentedList, ...]
 
     def remove(self) -> None:
         """Undo it."""
-        for replacement in self.replacements:
+        for replacement in reversed(self.replacements):
             replacement.remove()
 
 
@@ -90,23 +87,32 @@ def apply_recompute(
     found: dict[str, nn.Cell] = {}
     for number in plan.selective:
         found |= _cores(paths[number], blocks[paths[number]], cores)
-    replacements: list[Replacement] = []
+    replacements: list[Replacement | Segment | SegmentedList] = []
     with ExitStack() as undo:  # all or nothing
         for path, cell in found.items():
             replacements.append(recompute(cell, enclosing=_around(model, path)))
             undo.callback(replacements[-1].remove)
-        for segment in plan.segments:
-            members = {paths[number]: blocks[paths[number]] for number in segment}
-            for replacement in _recompute_segment(list(members.values()), _around(model, paths[segment[0]])):
-                replacements.append(replacement)
-                undo.callback(replacement.remove)
-            found |= members
+        members = [[paths[number] for number in segment] for segment in plan.segments]
+        for made in _recompute_blocks(model, blocks, members):
+            replacements.append(made)
+            undo.callback(made.remove)
+        found |= {path: blocks[path] for segment in members for path in segment}
         undo.pop_all()
     text = plan.describe(len(blocks))
     if budget_bytes is not None:
         peak = peak_bytes(plan, len(blocks), bytes_of, in_flight)
         text += f", {peak / 1e9:.6g} of {budget_bytes / 1e9:.6g} GB"
     return Applied(plan, found, text, tuple(replacements))
+
+
+def _recompute_blocks(
+    model: nn.Cell, blocks: dict[str, nn.Cell], segments: list[list[str]]
+) -> Iterator[Replacement | Segment | SegmentedList]:
+    if all(len(segment) == 1 for segment in segments):
+        for (path,) in segments:
+            yield recompute(blocks[path], enclosing=_around(model, path))
+        return
+    yield from recompute_segments(model, segments, _around(model, segments[0][0]))
 
 
 def _cores(path: str, block: nn.Cell, types: tuple[type[nn.Cell], ...]) -> dict[str, nn.Cell]:
@@ -127,87 +133,3 @@ def _cores(path: str, block: nn.Cell, types: tuple[type[nn.Cell], ...]) -> dict[
 def _around(model: nn.Cell, path: str) -> list[nn.Cell]:
     """The cells of `model` that contain the one at `path`, and `model`."""
     return [cell for other, cell in model.cells_and_names() if not other or path.startswith(f"{other}.")]
-
-
-def _recompute_segment(cells: list[nn.Cell], around: list[nn.Cell]) -> Iterator[Replacement]:
-    if len(cells) == 1:
-        yield recompute(cells[0], enclosing=around)
-        return
-    segment = _Segment(cells, around)
-    for number, cell in enumerate(cells):
-        run = segment.member(number) if number else segment.run
-        saves = (lambda: False) if number else segment.is_called_by_model
-        yield replace_construct(cell, "recomputed", run, saves=saves)
-
-
-class _Segment:
-    """Consecutive blocks that run again as one.
-
-    The model goes on calling each block. The first call runs the whole segment and returns its result; the
-    other blocks then hand on what they are given, which has to be that result. Forward hooks of the blocks
-    fire in both calls, so they must not change a value that they have already changed (rounding may).
-    """
-
-    def __init__(self, cells: list[nn.Cell], around: list[nn.Cell]) -> None:
-        self._cells = cells
-        self._constructs: list[Construct] = [cell.construct for cell in cells]
-        self._call = RecomputedCall(self._forward, cells, around)
-        self._inside = False
-        self._passed: tuple[Any, ...] = ()
-
-    def is_called_by_model(self) -> bool:
-        return not self._inside
-
-    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._inside:
-            return self._constructs[0](x, *args, **kwargs)
-        hooked = next((cell for cell in self._cells if has_backward_hooks(cell)), None)
-        if hooked is not None:
-            raise UserError(
-                f"recompute: a {type(hooked).__name__} in a segment has backward hooks (as stage 3 registers "
-                f"them), and a segment has one backward: choose full instead of sqrt"
-            )
-        out = self._call(x, *args, **kwargs)
-        self._passed = (out, *args, *kwargs.values())
-        return out
-
-    def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        outside, self._inside = self._inside, True
-        try:
-            for cell in self._cells:  # with their hooks: what they change lies between the blocks
-                x = cell(x, *args, **kwargs)
-            return x
-        finally:
-            self._inside = outside
-
-    def member(self, number: int) -> Construct:
-        def construct(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._inside:
-                return self._constructs[number](x, *args, **kwargs)
-            if not _same((x, *args, *kwargs.values()), self._passed):
-                name = type(self._cells[number]).__name__
-                raise UserError(
-                    f"recompute: block {number} of a segment ({name}) is not given the result of the block "
-                    f"before it and its other arguments: choose full instead of sqrt"
-                )
-            if number == len(self._cells) - 1:
-                self._passed = ()
-            return x
-
-        return construct
-
-
-def _same(given: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
-    if len(given) != len(expected):
-        return False
-    return all(a is b or _equal(a, b) for a, b in zip(given, expected, strict=True))
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Whether a hook left the values as they were."""
-    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
-        return False
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    pair = [leaf(tensor, requires_grad=False).astype(ms.float32).asnumpy() for tensor in (left, right)]
-    return np.array_equal(*pair, equal_nan=True)

@@ -94,6 +94,8 @@ class GPTBlock(nn.Cell):
 class GPTTransformer(nn.Cell):
     """Embeddings, blocks and final norm."""
 
+    chained_blocks = ("h",)  # see ms_zero.memory.segment
+
     def __init__(
         self,
         *,

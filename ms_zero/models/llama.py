@@ -135,6 +135,8 @@ class LlamaLayer(nn.Cell):
 class LlamaModel(nn.Cell):
     """Embedding, layers and final norm."""
 
+    chained_blocks = ("layers",)  # see ms_zero.memory.segment
+
     def __init__(
         self,
         embed_tokens: Embedding,
