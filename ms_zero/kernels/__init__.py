@@ -8,7 +8,7 @@ from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squa
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum, softmax_gradient, softmax_stats
 from ms_zero.kernels.norm import LayerNorm, RMSNorm
-from ms_zero.kernels.optimizer import adamw_update, sgd_update, sum_of_squares
+from ms_zero.kernels.optimizer import adamw_update, sgd_update, squares_in_parts, sum_of_squares
 from ms_zero.kernels.rotary import RotaryEmbedding
 from ms_zero.kernels.rounding import convert, round_to
 from ms_zero.kernels.saved import Saved
@@ -34,6 +34,7 @@ __all__ = [
     "sgd_update_host",
     "softmax_gradient",
     "softmax_stats",
+    "squares_in_parts",
     "sum_of_squares",
     "sum_of_squares_host",
 ]

@@ -22,6 +22,7 @@ class _Functions:
     adamw: Callable[..., int]
     sgd: Callable[..., int]
     sum_of_squares: Callable[..., int]
+    sum_of_squares_fp64: Callable[..., int]
 
 
 @cache  # what is loaded never changes
@@ -30,8 +31,10 @@ def _functions(variant: str | None) -> _Functions:
     grad_and_rest = (_ADDRESS, _INT, _ADDRESS, _INT, _INT64, _ADDRESS, _INT)
     library.msz_adamw.argtypes = (_ADDRESS, _ADDRESS, _ADDRESS, *grad_and_rest)
     library.msz_sgd.argtypes = (_ADDRESS, *grad_and_rest)
-    library.msz_sum_of_squares.argtypes = (_ADDRESS, _INT, _INT64, ctypes.POINTER(ctypes.c_float), _INT)
-    return _Functions(library.msz_adamw, library.msz_sgd, library.msz_sum_of_squares)
+    sums = library.msz_sum_of_squares, library.msz_sum_of_squares_fp64
+    for function, result in zip(sums, (ctypes.c_float, ctypes.c_double), strict=True):
+        function.argtypes = (_ADDRESS, _INT, _INT64, ctypes.POINTER(result), _INT)
+    return _Functions(library.msz_adamw, library.msz_sgd, *sums)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,15 @@ def sum_of_squares(values: HostArray, *, threads: int = 0, variant: str | None =
     """The sum of squares, an fp32 value; see ``ops/README.md``."""
     result = ctypes.c_float()
     status = _functions(variant).sum_of_squares(values.address, values.dtype, values.size, result, threads)
+    assert status == 0, status
+    return result.value
+
+
+def sum_of_squares_fp64(values: HostArray, *, threads: int = 0) -> float:
+    """The same before its rounding to fp32."""
+    result = ctypes.c_double()
+    function = _functions(None).sum_of_squares_fp64
+    status = function(values.address, values.dtype, values.size, result, threads)
     assert status == 0, status
     return result.value
 

@@ -12,7 +12,7 @@ in ``ops/README.md``).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -34,6 +34,7 @@ _ADAMW_NATIVE = ops.auto_generate.AdamW()
 _GRADIENT_DESCENT = ops.ApplyGradientDescent()
 _SQUARE = ops.Square()
 _SUM = ops.ReduceSum()
+_CAT = ops.Concat()
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,49 @@ _SUM_OF_SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
     "GPU-custom": lambda flat: _own_sum("GPU-custom")(flat),
     "Ascend": _sum_of_squares,
     "Ascend-custom": lambda flat: _own_sum("Ascend-custom")(flat),
+}
+
+
+def squares_in_parts(flats: Sequence[Tensor], *, target: str | None = None) -> Tensor:
+    """fp32 [2] whose sum in fp64 is the sum of the squares of flat fp32, fp16 or bf16 tensors.
+
+    The parts of several ranks add up to the sum over all of them. On CPU the sum is made in fp64 and given as
+    its rounding to fp32 and the rest, so that after rounding the whole to fp32 it does not show how elements
+    were distributed over tensors and ranks. Elsewhere it is the fp32 sum of :func:`sum_of_squares` of each
+    tensor, and zero. Not finite as there.
+    """
+    return select("squares_in_parts", _SQUARES_IN_PARTS, target)(flats)
+
+
+def _squares_in_parts_cpu(flats: Sequence[Tensor]) -> Tensor:
+    finish_queued()
+    return _two_parts(sum(native_optimizer.sum_of_squares_fp64(_host_array(flat)) for flat in flats))
+
+
+def _squares_in_parts_portable(flats: Sequence[Tensor]) -> Tensor:
+    return _two_parts(sum(float(reference.sum_of_squares_fp64(_host_bits(flat))) for flat in flats))
+
+
+def _two_parts(total: float) -> Tensor:
+    with np.errstate(over="ignore"):
+        high = np.float32(total)
+    rest = np.float32(total - float(high)) if np.isfinite(high) else np.float32(0)
+    return Tensor(np.array([high, rest], np.float32))
+
+
+def _squares_in_parts(flats: Sequence[Tensor], target: str) -> Tensor:
+    nothing = Tensor(np.zeros(1, np.float32))
+    total = sum((sum_of_squares(flat, target=target).reshape((1,)) for flat in flats), nothing)
+    return _CAT((total, nothing))
+
+
+_SQUARES_IN_PARTS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "CPU": _squares_in_parts_cpu,
+    "CPU-portable": _squares_in_parts_portable,
+    **{
+        name: partial(_squares_in_parts, target=name)
+        for name in ("GPU", "GPU-custom", "Ascend", "Ascend-custom")
+    },
 }
 
 

@@ -119,11 +119,17 @@ def sgd(param: np.ndarray, grad: np.ndarray, low_precision: np.ndarray | None, s
 
 def sum_of_squares(values: np.ndarray) -> np.float32:
     """The sum of the squares of a flat array as fp32, see GradStats in ``ops/README.md``."""
+    with np.errstate(**_IGNORED):
+        return np.float32(sum_of_squares_fp64(values))
+
+
+def sum_of_squares_fp64(values: np.ndarray) -> np.float64:
+    """The same before its rounding to fp32."""
     total = np.float64(0.0)
     with np.errstate(**_IGNORED):
         for (block,) in _blocks(values, size=_SUM_BLOCK):
             total += _block_sum(widen(block))
-        return np.float32(total)
+    return total
 
 
 def _block_sum(block: np.ndarray) -> np.float64:

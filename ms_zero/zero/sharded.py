@@ -232,13 +232,15 @@ class Sharded:
 
     def sum_of_squares(self) -> float:
         """Of the reduced gradient, loss scale taken out, each parameter once; equal on all ranks."""
-        total = Tensor(np.zeros(1, np.float32))
-        for bucket in self.buckets:
-            if is_first(_replicas(bucket)):
-                total = total + kernels.sum_of_squares(bucket.reduced).reshape((1,))
+        counted = [bucket.reduced for bucket in self.buckets if is_first(_replicas(bucket))]
+        parts = kernels.squares_in_parts(counted)
         for group in (self.groups.shard, *self.placements.groups):
-            total = self._comm.all_reduce(total, group)
-        return float(total.asnumpy()[0]) / self.loss_scale**2
+            parts = self._comm.all_gather(parts, group)
+        # Added in fp64 and rounded once, so that the cut into buckets and chunks does not show: all stages
+        # get the same norm and clip by the same factor.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = np.float32(parts.asnumpy().sum(dtype=np.float64))
+        return float(total) / self.loss_scale**2
 
     def gradient(self, index: int) -> Tensor:
         """The reduced gradient of a trained bucket over the range that this rank updates."""

@@ -1,3 +1,5 @@
+import itertools
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -101,6 +103,33 @@ def test_sum_of_squares_is_accurate_for_ten_million_elements(target):
     assert abs(float(total.asnumpy()) - exact) < 1e-6 * exact
     again = [kernels.sum_of_squares(Tensor(values), target=target) for _ in range(3)]
     assert {float(repeated.asnumpy()) for repeated in again} == {float(total.asnumpy())}
+
+
+@pytest.mark.parametrize("target", ["CPU", "CPU-portable"])
+def test_parts_of_a_sum_of_squares_do_not_show_where_tensors_end(target):
+    rng = np.random.default_rng(11)
+    for _ in range(20):
+        values = (rng.standard_normal(5_001) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
+        cuts = [0, *sorted(rng.integers(0, values.size, 4).tolist()), values.size]
+        pieces = [Tensor(values[a:b].copy()) for a, b in itertools.pairwise(cuts) if a < b]
+        ranks = pieces[:2], pieces[2:], []
+        parts = [kernels.squares_in_parts(rank, target=target).asnumpy() for rank in ranks]
+        exact = np.square(values, dtype=np.float64).sum()
+        assert np.float32(np.concatenate(parts).sum(dtype=np.float64)) == np.float32(exact)
+
+
+@all_targets
+def test_parts_of_a_sum_of_squares_add_up_and_show_what_is_not_finite(target):
+    values = np.linspace(-2, 3, 1000).astype(np.float32)
+    tensors = [Tensor(values[:300].copy()), Tensor(values[300:].copy())]
+    parts = kernels.squares_in_parts(tensors, target=target).asnumpy()
+    assert parts.shape == (2,) and parts.dtype == np.float32
+    exact = np.square(values, dtype=np.float64).sum()
+    assert abs(parts.sum(dtype=np.float64) - exact) < 1e-6 * exact
+    for bad in (np.inf, np.nan, 3e38):
+        wrong = [*tensors, Tensor(np.array([1, bad], np.float32))]
+        total = kernels.squares_in_parts(wrong, target=target).asnumpy().sum(dtype=np.float64)
+        assert not np.isfinite(np.float32(total))
 
 
 @all_targets

@@ -67,11 +67,7 @@ BlockSum choose(int dtype) {
 // A round of blocks small enough that their sums fit on the stack of the caller.
 constexpr int64_t kRound = 1024;
 
-}  // namespace
-}  // namespace msz
-
-MSZ_API int msz_sum_of_squares(const void *x, int dtype, int64_t n, float *result, int threads) {
-  using namespace msz;
+int sum_of_squares(const void *x, int dtype, int64_t n, double *result, int threads) {
   const BlockSum sum = choose(dtype);
   if (sum == nullptr) return kBadDtype;
   if (n < 0) return kBadLength;
@@ -89,7 +85,24 @@ MSZ_API int msz_sum_of_squares(const void *x, int dtype, int64_t n, float *resul
     });
     for (int64_t block = 0; block < count; ++block) total += sums[block];
   }
+  *result = total;
+  return kDone;
+}
+
+}  // namespace
+}  // namespace msz
+
+MSZ_API int msz_sum_of_squares(const void *x, int dtype, int64_t n, float *result, int threads) {
+  using namespace msz;
+  double total = 0.0;
+  const int status = sum_of_squares(x, dtype, n, result == nullptr ? nullptr : &total, threads);
+  if (status != kDone) return status;
   // As a part of work: the rounding must not see a flush to zero that the process may have set.
   parallel_ranges(1, 1, 1, [&](int64_t, int64_t) { *result = static_cast<float>(total); });
   return kDone;
+}
+
+// The same without the last rounding, for sums that go on.
+MSZ_API int msz_sum_of_squares_fp64(const void *x, int dtype, int64_t n, double *result, int threads) {
+  return msz::sum_of_squares(x, dtype, n, result, threads);
 }
