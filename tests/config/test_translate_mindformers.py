@@ -104,6 +104,12 @@ def test_pynative_defaults_differ_from_a_run_file(translate):
     assert translation.values["parallel"] == {"zero_stage": 3, "reshard_after_forward": False, "pp": 2}
 
 
+def test_pynative_turns_sequence_parallelism_on_with_tensor_parallelism(translate):
+    given = "parallelism: {tensor_parallel: %d, sequence_parallel: false}\n"
+    assert translate(given % 4).values["parallel"]["sequence_parallel"] is True
+    assert "sequence_parallel" not in translate(given % 1).values.get("parallel", {})
+
+
 def test_hybrid_sharding_of_pynative_needs_the_workers(translate):
     text = "parallelism: {data_parallel_shard: 4, tensor_parallel: 2}\n"
     assert translate(text).values["parallel"] == {"zero_stage": 3, "dp_shard": 4, "tp": 2}

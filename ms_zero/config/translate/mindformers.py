@@ -123,6 +123,10 @@ def _parallelism(notes: RunNotes, workers: int | None) -> None:
     if notes.has(f"{at}cpu_offload"):
         on = notes.get(f"{at}cpu_offload") is True
         notes.put(f"{at}cpu_offload", "offload.params", "cpu" if on else "none")
+    degree = notes.get(f"{at}tensor_parallel", 1)
+    if isinstance(degree, int) and degree > 1:
+        reason = "MindFormers turns it on with tensor parallelism"
+        notes.default(f"{at}tensor_parallel", "parallel.sequence_parallel", True, reason)
     if notes.has(f"{at}sequence_parallel"):
         notes.ignored(
             f"{at}sequence_parallel", "MindFormers turns it on with tensor parallelism, and only then"
