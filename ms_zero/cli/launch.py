@@ -46,6 +46,7 @@ def launch(
     launch_preflight.check_output_dir(output_dir)
     launch_preflight.check_not_running(job.state_dir)
     console, errors = Console(sys.stdout), Console(sys.stderr)
+    launch_preflight.warn_of_tensor_groups(loaded.config.parallel.tp, cluster, errors)
     hardware = loaded.config.hardware
     launch_preflight.check_kernels(hardware.target, hardware.kernels, console)
     from ms_zero.data.run import load_data

@@ -153,6 +153,15 @@ def check_memory(local_workers: int) -> None:
         )
 
 
+def warn_of_tensor_groups(tp: int, cluster: Cluster, console: Console) -> None:
+    """Say when tensor-parallel ranks, which are consecutive, are not all on one node."""
+    if cluster.nodes > 1 and cluster.local_workers % tp:
+        console.line(
+            f"ms-zero: warning: parallel.tp {tp} does not divide the {cluster.local_workers} workers of a node: "
+            f"some groups reach over two nodes and exchange activations in every layer at the network's speed"
+        )
+
+
 def check_kernels(target: str, kernels: str, console: Console) -> None:
     """Build the CPU library now if the run needs it and it is not there, so that no worker has to.
 

@@ -16,6 +16,7 @@ from ms_zero.cli.launch_preflight import (
     check_memory,
     check_output_dir,
     resolve,
+    warn_of_tensor_groups,
 )
 from ms_zero.errors import UserError
 
@@ -121,3 +122,14 @@ def test_the_kernels_are_built_only_for_runs_that_use_them(monkeypatch):
     with pytest.raises(UserError, match="no compiler"):
         check_kernels("CPU", "native", Console(shown))
     assert shown.getvalue() == "ms-zero: building\n"
+
+
+@pytest.mark.parametrize(
+    ("tp", "workers", "nodes", "warned"),
+    [(2, 4, 2, False), (4, 8, 2, False), (4, 4, 2, True), (3, 12, 3, True), (4, 4, 1, False), (1, 6, 2, False)],
+)
+def test_tensor_parallel_groups_that_leave_a_node_are_warned_of(tp, workers, nodes, warned):
+    shown = io.StringIO()
+    warn_of_tensor_groups(tp, Cluster(workers, nodes, 0, "127.0.0.1", 1), Console(shown))
+    assert shown.getvalue().startswith("ms-zero: warning: parallel.tp") is warned
+    assert bool(shown.getvalue()) is warned
