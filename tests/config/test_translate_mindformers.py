@@ -112,13 +112,9 @@ def test_pynative_turns_sequence_parallelism_on_with_tensor_parallelism(translat
 
 def test_hybrid_sharding_of_pynative_needs_the_workers(translate):
     text = "parallelism: {data_parallel_shard: 4, tensor_parallel: 2}\n"
-    assert translate(text).values["parallel"] == {"zero_stage": 3, "dp_shard": 4, "tp": 2}
-    assert translate(text, 16).values["parallel"] == {
-        "zero_stage": 3,
-        "dp_shard": 4,
-        "tp": 2,
-        "dp_replicate": 2,
-    }
+    expected = {"zero_stage": 3, "dp_shard": 4, "tp": 2, "sequence_parallel": True}
+    assert translate(text).values["parallel"] == expected
+    assert translate(text, 16).values["parallel"] == {**expected, "dp_replicate": 2}
 
 
 SCHEDULES = [
