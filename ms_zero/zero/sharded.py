@@ -33,7 +33,7 @@ from ms_zero.parallel.placement import Placements, Replicas, is_first
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
-from ms_zero.zero.convert import as_dtype
+from ms_zero.zero.convert import as_dtype, part_of
 from ms_zero.zero.gradients import GradientReducer
 from ms_zero.zero.layout import BucketLayout, ParamSpec, plan_buckets
 from ms_zero.zero.units import UnitSpec, Wrap, plan_units, wrap_blocks
@@ -354,7 +354,7 @@ class Sharded:
         placeholder = as_dtype(Tensor(np.full(1, np.nan, np.float32)), DTYPES[self.options.policy.param])
         for bucket in self.all_buckets:
             for slot in bucket.layout.slots:
-                resting = placeholder if bucket.is_sharded else slot.view(bucket.store)
+                resting = placeholder if bucket.is_sharded else part_of(bucket.store, slot)
                 params[slot.name].data = resting
                 param, name = params[slot.name], slot.name
                 places[name] = Place(param, resting, bucket, slot, *dtypes[name])

@@ -3,8 +3,8 @@
 Roles of the tensors a Parameter shows:
 
 - resting: outside windows. Under stage 3 a placeholder of one element, which is not a number, so that no
-  use of it goes unnoticed; else a view of the bucket's store.
-- working: inside a window. A view of full, cast to the dtype that the device computes in where that differs
+  use of it goes unnoticed; else a part of the bucket's store.
+- working: inside a window. A part of full, cast to the dtype that the device computes in where that differs
   from the stored one. The cast is made anew in each window instead of once: otherwise a second copy of all
   weights would linger. Backward reads it through the Parameter: autograd saves that, not its value.
 
@@ -24,14 +24,16 @@ was gathered ahead does not outlive its pass: it might be used after an update.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from ms_zero._compat import is_recording
+from ms_zero._compat import function_class, is_recording
 from ms_zero.comm import Communicator, Group, Handle
+from ms_zero.memory.tree import flatten, unflatten
 from ms_zero.zero.bucket import Bucket
-from ms_zero.zero.convert import as_dtype
+from ms_zero.zero.convert import as_dtype, part_of
 from ms_zero.zero.layout import Slot
 
 
@@ -62,7 +64,7 @@ class Place:
 
     def show(self, full: Tensor) -> None:
         """Set the parameter to the working form of its part of full."""
-        value = self.slot.view(full)
+        value = part_of(full, self.slot)
         if self.grid is not None:
             value = as_dtype(value, self.grid)
         self.param.data = as_dtype(value, self.working)
@@ -162,7 +164,7 @@ class Windows:
 
     def _register(self, unit: Unit, cell: nn.Cell) -> None:
         cell.register_forward_pre_hook(lambda *_: self._before(unit, backward=False))
-        cell.register_forward_hook(lambda cell, inputs, output: self._after_forward(unit, cell))
+        cell.register_forward_hook(lambda cell, inputs, output: self._after_forward(unit, cell, output))
         cell.register_backward_pre_hook(lambda *_: self._before(unit, backward=True))
         cell.register_backward_hook(lambda *_: self._after_backward(unit))
 
@@ -170,6 +172,8 @@ class Windows:
         if backward and not self._in_backward:
             self._current.clear()
             self._in_backward = True
+        if unit.is_open and self._current[-1:] == [unit.number]:
+            return  # told twice of one run
         self._open(unit)
         position = len(self._current)
         self._current.append(unit.number)
@@ -195,13 +199,19 @@ class Windows:
             self._recorded[self._in_backward] = self._current
             self._current = []
 
-    def _after_forward(self, unit: Unit, cell: nn.Cell) -> None:
+    def _after_forward(self, unit: Unit, cell: nn.Cell, output: Any) -> Any:
+        """End the window, and return an output whose backward opens it again."""
         if is_recording():
             calls = self._calls.setdefault(self._graph, {})
             calls[unit.number] = calls.get(unit.number, 0) + 1
         unit.ran.add(id(cell))
         if len(unit.ran) == len(unit.cells):
             self._end_forward_window(unit)
+        if not is_recording() or not _is_nested(output):
+            return None
+        # The framework calls a backward-pre hook for tensors and flat tuples only.
+        tensors, spec = flatten(output)
+        return unflatten(iter(_Watched.apply(lambda: self._before(unit, backward=True), *tensors)), spec)
 
     def _end_of_forward(self, *_: object) -> None:
         for unit in self._units:
@@ -248,6 +258,27 @@ class Windows:
             if place.needs_window:
                 place.param.data = place.resting
         unit.is_open = False
+
+
+class _Watched(function_class):
+    """Tensors as they are; calls a function before their backward."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.before = before
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[tensor for tensor in tensors if not tensor.is_floating_point()])
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.before()
+        return None, *grads
+
+
+def _is_nested(output: Any) -> bool:
+    parts = output if type(output) is tuple else (output,)
+    return any(not isinstance(part, Tensor) and flatten(part)[0] for part in parts)
 
 
 def _shown_bytes(unit: Unit) -> int:

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
+from ms_zero._compat import gradient as gradient_of
+from ms_zero._compat import leaf
 from ms_zero.comm import ProcessMesh, local
 from ms_zero.errors import UserError
 from ms_zero.memory.recompute import recompute
@@ -263,3 +265,64 @@ def test_leaves_can_be_called_outside_of_the_model():
     expected = Followed().blocks[1](INPUT).asnumpy()
     np.testing.assert_array_equal(model.model.blocks[1](INPUT).asnumpy(), expected)
     assert open_units(model) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_autograd_keeps_parameters_and_not_their_values(stage):
+    """Else the weights of all units would stay alive from their forward to their backward."""
+    model, _ = follow(stage, cell=Followed(calls=()))
+    entry = leaf(INPUT, requires_grad=True)
+    grads = []
+    for factor in (1, 3):
+        loss = forward_sum(model, entry)
+        for bucket in model.buckets:
+            bucket.write(bucket.store * factor)
+        model.backward(loss)
+        model.drop_gradients()
+        grads.append(gradient_of(entry).asnumpy().copy())
+        entry._grad = None
+    np.testing.assert_allclose(grads[1], 3 * grads[0], rtol=1e-6)
+
+
+def forward_sum(model, x):
+    with model.record():
+        return model(x).sum()
+
+
+class Answers(nn.Cell):
+    """A block whose result is a dict in a list."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def construct(self, x):
+        return [None, {"found": self.inside(x)}]
+
+
+class Asks(Followed):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.CellList([Answers(block) for block in self.blocks])
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = block(x)[1]["found"]
+        return x
+
+
+def test_units_with_nested_results_are_gathered_for_backward():
+    model, comm = follow(cell=Asks())
+    for _ in range(2):
+        step(model)
+        assert sorted(gathers(comm)) == sorted(["the root", *BLOCKS] * 2)
+    model.backward(forward(model))
+    expected, _ = follow(0, cell=Asks())
+    expected.backward(forward(expected))
+    for name, grad in gradients(model).items():
+        np.testing.assert_array_equal(grad, gradients(expected)[name])
+
+
+def gradients(model):
+    model.reduce()
+    return {s.name: s.view(b.reduced.asnumpy()) for b in model.buckets for s in b.layout.slots}
