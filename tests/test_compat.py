@@ -1,9 +1,12 @@
+import os
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_zero import _compat
+from ms_zero.testing import run_workers
 
 
 @pytest.fixture
@@ -200,3 +203,18 @@ def test_a_leaf_wants_a_gradient_only_when_told(weight):
 
 def test_device_target_is_cpu_here():
     assert _compat.device_target() == ms.get_context("device_target") == "CPU"
+
+
+def one_core_worker(comm):
+    """A worker has one core; connecting has told the framework, which takes no second number."""
+    _compat.run_without_pool()
+    try:
+        ms.device_context.cpu.op_tuning.threads_num(2)
+    except RuntimeError as error:
+        return [len(os.sched_getaffinity(0)), str(error)]
+
+
+def test_a_worker_with_one_core_runs_operators_without_a_pool():
+    ((cores, refusal),) = run_workers(1, one_core_worker)
+    assert cores == 1
+    assert "repeatedly" in refusal

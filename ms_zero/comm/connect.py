@@ -43,6 +43,8 @@ def _check_target(target: str) -> None:
 def _prepare_device(target: str) -> None:
     if target == "CPU":
         _compat.launch_blocking()
+        if len(os.sched_getaffinity(0)) == 1:
+            _compat.run_without_pool()
         return
     try:
         mindspore.set_device(target)
@@ -84,7 +86,7 @@ def own_address() -> str:
 
 def connect_store(rank: int, world_size: int, port: int, timeout_s: float = 60.0) -> Communicator:
     """Join the CPU workers of this machine without a scheduler (tests). Rank 0 serves on `port`."""
-    _compat.launch_blocking()
+    _prepare_device("CPU")
     if world_size == 1:
         return local()
     _compat.init_with_store(rank, world_size, port, timeout_s)
