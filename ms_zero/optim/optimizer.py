@@ -152,8 +152,8 @@ class _Optimizer:
             return
         updated = []
         for part in parts:
-            piece = values[part.start : part.stop].copy()
-            grad_piece = grad[part.start : part.stop].copy()
+            piece = kernels.copy_range(values, part.start, part.stop)
+            grad_piece = kernels.copy_range(grad, part.start, part.stop)
             self._update_part(index, part, piece, grad_piece, hyper.step, scalars)
             updated.append(piece)
         values.copy_(ops.cat(updated))
@@ -195,7 +195,7 @@ class _Optimizer:
         rounded = None if values.dtype == ms.float32 else _to_host(values)
         target = _to_host(as_dtype(values, ms.float32)) if master is None else master
         self._host_rule(target, *moments, _to_host(grad), step=step, low_precision=rounded, **scalars)
-        values.copy_(Tensor(target if rounded is None else rounded))
+        values.copy_(Tensor.from_numpy(target if rounded is None else rounded))
 
     def _rule(self, param: Tensor, *vectors: Tensor, step: int, **scalars: Any) -> None:
         raise NotImplementedError

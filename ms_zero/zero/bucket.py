@@ -73,7 +73,7 @@ class Bucket:
     @property
     def store(self) -> Tensor:
         """The stored parameters: the store itself, or a copy of it on the device if it is in host memory."""
-        return Tensor(self._host) if self.on_host else self._device
+        return Tensor.from_numpy(self._host.copy()) if self.on_host else self._device
 
     def write(self, values: Tensor) -> None:
         """Overwrite the store; ``values`` may be the store."""

@@ -258,7 +258,7 @@ class Sharded:
         if self.owned(index) == bucket.stored:
             return bucket.store
         start, stop = bucket.chunk
-        return bucket.store[start:stop].copy()
+        return kernels.copy_range(bucket.store, start, stop)
 
     def publish(self, index: int, values: Tensor) -> None:
         """Give updated parameters to all ranks that store them."""
