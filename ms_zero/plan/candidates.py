@@ -95,6 +95,28 @@ def zero_variants(layout: Layout, space: Space) -> Iterator[Layout]:
         yield layout.replace(zero_stage=3, dp_shard=near, dp_replicate=layout.dp // near)
 
 
+def variants(layout: Layout, space: Space) -> Iterator[Layout]:
+    """Everything that a skeleton may shard, recompute and offload."""
+    for base in zero_variants(layout, space):
+        for offload in OFFLOAD if space.offload else OFFLOAD[:1]:
+            for kind, every in RECOMPUTE:
+                yield with_offload(base.replace(recompute=kind, recompute_every=every), offload)
+
+
+def skeleton_of(layout: Layout) -> Layout:
+    """The skeleton that a layout is a variant of."""
+    return layout.replace(
+        zero_stage=min(1, layout.zero_stage),
+        dp_shard=layout.dp,
+        dp_replicate=1,
+        recompute="none",
+        recompute_every=1,
+        optimizer_offload=0.0,
+        activation_offload=False,
+        parameter_offload=False,
+    )
+
+
 def smallest(layout: Layout, space: Space) -> tuple[Layout, ...]:
     """Variants of a skeleton of which one needs about the least device memory.
 

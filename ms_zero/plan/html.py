@@ -13,11 +13,12 @@ from ms_zero.errors import UserError
 from ms_zero.pipeline.schedule import Timeline, build
 from ms_zero.plan.draw import COLOURS
 from ms_zero.plan.explain import count_text, describe
+from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.pipeline import timeline_of
 from ms_zero.plan.planner import Plan, limit_of
 from ms_zero.plan.report import PARTS
-from ms_zero.plan.search import Candidate
+from ms_zero.plan.search import Candidate, trade_offs
 
 _PALETTE = (
     "#4878a8", "#d98344", "#6a9a58", "#b05c5c", "#8b74ad", "#8a6d5c",
@@ -28,8 +29,10 @@ body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:60rem;padding:1r
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}
 td,th{padding:.3rem .5rem;border-bottom:1px solid #ddd;text-align:left}
-.scroll{overflow-x:auto}svg{max-width:100%;height:auto}.key span{display:inline-block;margin-right:1rem}
+.scroll{overflow-x:auto}svg{max-width:100%;height:auto}svg text{font-size:13px}
+.key span{display:inline-block;margin-right:1rem}
 .key i{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem}
+@media(max-width:40rem){svg text{font-size:24px}}
 """
 _SHOWN = 6
 # Rounds of p microbatches in the drawing: ramp-up, steady state and end.
@@ -113,28 +116,64 @@ def _memory_bars(plan: Plan, shown: Sequence[Candidate]) -> str:
                 left += size
     shapes.append(f'<line x1="670" y1="0" x2="670" y2="{height - 20}" stroke="#222"/>')
     shapes.append(f'<text x="670" y="{height - 6}" text-anchor="end">{capacity / 1e9:.1f} GB usable</text>')
-    return _svg(720, height, shapes) + _key(zip(PARTS, _PALETTE, strict=True))
+    first = plan.memory.report(shown[0].layout).worst.parts
+    named = [
+        (f"{name} {first[name] / 1e9:.2f} GB" if name in first else name, colour)
+        for colour, name in zip(_PALETTE, PARTS, strict=True)
+    ]
+    return _svg(720, height, shapes) + "<p>Sizes are those of layout 1.</p>" + _key(named)
 
 
 def _pareto(plan: Plan) -> str:
-    points = [(each.memory / 1e9, each.time.tokens_per_second_per_device) for each in plan.found.best]
-    right, top = plan.capacity.device / 1e9, 1.05 * max(speed for _, speed in points)
+    """Variants of the best layouts by memory and speed; along the front, what nothing smaller outruns."""
+    points = sorted(
+        trade_offs(plan.found, plan.time, plan.memory, plan.space, plan.capacity),
+        key=lambda point: (point[0], -point[1]),
+    )
+    front = _front(points)
+    right, top = plan.capacity.device, max(speed for _, speed, _ in points)
+    bottom = max(0.0, 0.9 * min(speed for _, speed, _ in front))
+
+    def place(memory: float, speed: float) -> tuple[float, float]:
+        return 50 + 650 * memory / right, 250 - 220 * (speed - bottom) / (top - bottom)
+
     shapes = [
         '<line x1="50" y1="250" x2="700" y2="250" stroke="#222"/>',
         '<line x1="50" y1="10" x2="50" y2="250" stroke="#222"/>',
-        f'<text x="700" y="270" text-anchor="end">memory, up to {right:.0f} GB</text>',
-        f'<text x="56" y="22">tokens/s/device, up to {top:.0f}</text>',
+        f'<text x="700" y="274" text-anchor="end">memory, 0 to {right / 1e9:.0f} GB</text>',
+        f'<text x="56" y="22">tokens/s/device, {bottom:.0f} to {top:.0f}</text>',
     ]
-    for number, (memory, speed) in enumerate(points):
-        best = all(m >= memory or s <= speed for m, s in points)
-        x, y = 50 + 650 * memory / right, 250 - 235 * speed / top
-        tip = f"{describe(plan.found.best[number].layout)}: {speed:.0f} tokens/s/device, {memory:.1f} GB"
-        colour = COLOURS["B"] if best else COLOURS["F"]
+    places = (place(memory, speed) for memory, speed, _ in points if speed >= bottom)
+    for x, y in dict.fromkeys((2 * round(x / 2), 2 * round(y / 2)) for x, y in places):
+        shapes.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{COLOURS["F"]}" opacity=".4"/>')
+    for memory, speed, layout in front:
+        x, y = place(memory, speed)
+        tip = f"{describe(layout)}: {speed:.0f} tokens/s/device, {memory / 1e9:.1f} GB"
         shapes.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour}"><title>{escape(tip)}</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{COLOURS["B"]}">'
+            f"<title>{escape(tip)}</title></circle>"
         )
-    key = (("nothing is both smaller and faster", COLOURS["B"]), ("others", COLOURS["F"]))
-    return _svg(720, 280, shapes) + _key(key)
+    named = (("nothing is both smaller and faster", COLOURS["B"]), ("others", COLOURS["F"]))
+    rows = [
+        f"{memory / 1e9:.1f} GB, {speed:.0f} tokens/s/device: {describe(layout)}"
+        for memory, speed, layout in _thinned(front)
+    ]
+    return _svg(720, 282, shapes) + _key(named) + _list(rows)
+
+
+def _front(points: Sequence[tuple[float, float, Layout]]) -> list[tuple[float, float, Layout]]:
+    """Of points sorted by memory those that are faster than all before."""
+    found: list[tuple[float, float, Layout]] = []
+    for point in points:
+        if not found or point[1] > found[-1][1]:
+            found.append(point)
+    return found
+
+
+def _thinned(front: Sequence[tuple[float, float, Layout]]) -> list[tuple[float, float, Layout]]:
+    """At most _SHOWN of them, the last one included."""
+    step = -(-len(front) // _SHOWN)
+    return list(front[::-1][::step][::-1])
 
 
 def _causes(choice: Candidate) -> str:
@@ -180,7 +219,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, tip: str)
 
 
 def _svg(width: int, height: int, shapes: Sequence[str]) -> str:
-    frame = f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" font-size="13">'
+    frame = f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img">'
     return f"{frame}{''.join(shapes)}</svg>"
 
 

@@ -19,8 +19,10 @@ from ms_zero.plan.candidates import (
     RECOMPUTE,
     Offload,
     Space,
+    skeleton_of,
     skeletons,
     smallest,
+    variants,
     with_offload,
     zero_variants,
 )
@@ -183,23 +185,30 @@ def plainer_variant(
     The search keeps the fastest variant of a skeleton alone: it may use the host for little.
     """
     best, least = candidate, complexity(candidate.layout)
-    skeleton = candidate.layout.replace(
-        zero_stage=min(1, candidate.layout.zero_stage),
-        dp_shard=candidate.layout.dp,
-        dp_replicate=1,
-    )
-    for base in zero_variants(skeleton, space):
-        for offload in OFFLOAD:
-            for kind, every in RECOMPUTE:
-                variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
-                if complexity(variant) >= least or time.step_seconds(variant) > limit:
-                    continue
-                peak = memory.peak(variant)
-                if capacity.admits(memory, variant, peak):
-                    report = time.simulate(variant)
-                    if report.step <= limit:
-                        best, least = Candidate(layout=variant, time=report, memory=peak), complexity(variant)
+    for variant in variants(skeleton_of(candidate.layout), space):
+        if complexity(variant) >= least or time.step_seconds(variant) > limit:
+            continue
+        peak = memory.peak(variant)
+        if not capacity.admits(memory, variant, peak):
+            continue
+        report = time.simulate(variant)
+        if report.step <= limit:
+            best, least = Candidate(layout=variant, time=report, memory=peak), complexity(variant)
     return best
+
+
+def trade_offs(
+    found: Found, time: TimeModel, memory: Memory, space: Space, capacity: Capacity
+) -> list[tuple[float, float, Layout]]:
+    """Every variant of what was found that fits: bytes, tokens per second and device, layout."""
+    points = []
+    for skeleton in dict.fromkeys(skeleton_of(each.layout) for each in found.best):
+        for variant in variants(skeleton, space):
+            peak = memory.peak(variant)
+            if capacity.admits(memory, variant, peak):
+                rate = variant.tokens_per_step / variant.devices / time.step_seconds(variant)
+                points.append((peak, rate, variant))
+    return points
 
 
 def _fitting(

@@ -9,6 +9,7 @@ from ms_zero.errors import UserError
 from ms_zero.plan.explain import describe
 from ms_zero.plan.html import page, write_page
 from ms_zero.plan.planner import Request, make_plan
+from ms_zero.plan.search import trade_offs
 
 VOID = {"meta", "line", "circle"}
 
@@ -58,7 +59,13 @@ def test_the_page_is_well_formed_and_complete(found):
         assert title in text
     assert describe(found.choice.layout) in text
     assert parser.seen.count("svg") >= 3
-    assert parser.seen.count("circle") == len(found.found.best)
+    points = trade_offs(found.found, found.time, found.memory, found.space, found.capacity)
+    front = re.findall(r"<circle [^>]*><title>[^<]*: (\d+) tokens/s/device, ([\d.]+) GB</title>", page(found))
+    assert len(front) >= 2
+    speeds, sizes = zip(*((int(speed), float(size)) for speed, size in front), strict=True)
+    assert list(speeds) == sorted(speeds) and list(sizes) == sorted(sizes)
+    assert speeds[-1] == round(max(speed for _, speed, _ in points))
+    assert sizes[0] <= round(min(size for size, _, _ in points) / 1e9, 1)
 
 
 def test_the_page_needs_nothing_from_outside(found):

@@ -10,8 +10,10 @@ from ms_zero.plan.candidates import (
     RECOMPUTE,
     Space,
     divisors,
+    skeleton_of,
     skeletons,
     smallest,
+    variants,
     with_offload,
     zero_variants,
 )
@@ -34,11 +36,7 @@ class Case:
         )
 
     def variants(self, skeleton):
-        offloads = OFFLOAD if self.space.offload else OFFLOAD[:1]
-        for base in zero_variants(skeleton, self.space):
-            for offload in offloads:
-                for kind, every in RECOMPUTE:
-                    yield with_offload(base.replace(recompute=kind, recompute_every=every), offload)
+        return variants(skeleton, self.space)
 
     def search(self, capacity=CAPACITY, count=20):
         return search(self.shape, self.time, self.memory, self.space, capacity, count)
@@ -136,6 +134,17 @@ def test_degrees_stay_where_they_may():
             assert layout.devices == case.space.devices
     assert any(layout.cp > 1 for layout in skeletons(CASES["long"].shape, CASES["long"].space))
     assert any(layout.ep > 1 for layout in skeletons(CASES["mixtral"].shape, CASES["mixtral"].space))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_variants_belong_to_their_skeleton_and_are_valid(case):
+    for skeleton in list(skeletons(case.shape, case.space))[::7]:
+        layouts = list(case.variants(skeleton))
+        assert len(set(map(repr, layouts))) > 1
+        for layout in layouts:
+            assert skeleton_of(layout) == skeleton
+            assert layout.devices == case.space.devices
+            assert layout.violations(case.shape) == []
 
 
 def test_divisors():
