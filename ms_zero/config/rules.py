@@ -11,6 +11,7 @@ from ms_zero.config.bind import Facts
 from ms_zero.config.derive import Problem
 from ms_zero.config.explanations import READING, Explanation
 from ms_zero.config.findings import Finding, show
+from ms_zero.pipeline.schedule import refuse
 from ms_zero.resources import did_you_mean
 
 Check = Callable[[Facts], Iterator[tuple[str, str]]]
@@ -240,7 +241,7 @@ def _check_mesh(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
-    for axis in ("pp", "cp"):
+    for axis in ("cp",):
         degree = facts.values.get(f"parallel.{axis}", 1)
         if degree > 1:
             yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
@@ -283,6 +284,39 @@ def _check_tensor_parallel_node(facts: Facts) -> Iterator[tuple[str, str]]:
             f"and are as slow as the network; use a divisor of {node}"
         )
         yield "parallel.tp", message
+
+
+def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = ("pp", "schedule", "virtual_stages")
+    pp, name, num_virtual = (facts.values[f"parallel.{key}"] for key in names)
+    if pp == 1:
+        return
+    for path, count in _microbatch_counts(facts):
+        refusal = refuse(name, pp, count, num_virtual)
+        if refusal:
+            yield path, refusal
+            return
+
+
+def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
+    """Microbatches that steps can have, and the key that says so."""
+    yield "parallel.schedule", facts.values["train.accumulation_steps"]
+    if facts.known("train.rampup_samples", "train.rampup_start", "train.rampup_increment"):
+        start, step = facts.values["train.rampup_start"], facts.values["train.rampup_increment"]
+        share = facts.values["train.global_batch_size"] // facts.values["train.accumulation_steps"]
+        if facts.values["train.rampup_samples"] > 0 and start and step and start >= share:
+            yield "train.rampup_start", start // share
+            yield "train.rampup_increment", (start + step) // share
+
+
+def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
+    kind, name = facts.values["memory.recompute"], facts.values["parallel.schedule"]
+    if facts.values["parallel.pp"] == 1:
+        return
+    if kind in ("sqrt", "every_k", "budget"):
+        yield "memory.recompute", f"{kind} is not possible with stages; use full or selective"
+    elif kind != "none" and name == "zb-h1":
+        yield "memory.recompute", f"{kind} is not possible with schedule zb-h1; use none, or 1f1b"
 
 
 def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -603,11 +637,32 @@ _PARALLEL_RULES = (
     ),
     Rule(
         "MZ062",
-        "Pipeline and context parallelism are not available yet",
+        "Context parallelism is not available yet",
         "unavailable",
-        "This version runs data and tensor parallelism; the keys exist so that files keep their meaning.",
-        "Set parallel.pp and parallel.cp to 1.",
+        "This version runs data, tensor and pipeline parallelism; the key exists so that files keep their "
+        "meaning.",
+        "Set parallel.cp to 1.",
         check=_check_axes,
+    ),
+    Rule(
+        "MZ057",
+        "The schedule is defined for these stages and microbatches",
+        "error",
+        "A pipeline works through the microbatches of a step in the order of a schedule. The interleaved one "
+        "needs several stages a rank, and as many microbatches as a multiple of the ranks.",
+        "Change train.accumulation_steps or parallel.virtual_stages as the message says, or use 1f1b.",
+        ("parallel.pp", "parallel.schedule", "parallel.virtual_stages", "train.accumulation_steps"),
+        _check_schedule,
+    ),
+    Rule(
+        "MZ059",
+        "Recompute stays within a stage",
+        "error",
+        "sqrt, every_k and budget choose among all blocks of the model, and a pipeline cuts between blocks. "
+        "zb-h1 goes backwards twice through what was recorded, which recomputing does once.",
+        "Set memory.recompute to full, selective or none; with zb-h1 to none.",
+        ("parallel.pp", "parallel.schedule", "memory.recompute"),
+        _check_recomputed_stages,
     ),
     Rule(
         "MZ054",

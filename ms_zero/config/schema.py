@@ -286,6 +286,14 @@ class ParallelConfig:
     """Degrees of the mesh; their product is the number of workers."""
 
     pp: int = _count("Pipeline stages.", default=1)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = key(
+        "Order of the microbatches on the stages. zb-h1 separates the gradients of weights, which takes more "
+        "time here than it saves.",
+        default="1f1b",
+    )
+    virtual_stages: int = _count(
+        "Stages of each pipeline rank.", default=1, used_when=("schedule", ("interleaved",)), maximum=1000
+    )
     dp_replicate: int = _count("Data-parallel replicas of the sharded groups.", default=1)
     dp_shard: int = _count(
         "Data-parallel ranks that share states.", default=AUTO, auto="workers / all other degrees"

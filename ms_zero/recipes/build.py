@@ -14,6 +14,7 @@ from ms_zero.memory import apply_recompute, compress_activations, offload_activa
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
 from ms_zero.parallel import Placements
+from ms_zero.pipeline import schedule as schedules
 from ms_zero.plan.saved import Split, block_of, bytes_by_kind
 from ms_zero.plan.shapes import from_config
 from ms_zero.precision.autocast import apply as autocast
@@ -21,7 +22,8 @@ from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.eager import EagerEngine
-from ms_zero.recipes.tensor import cut_model
+from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
+from ms_zero.recipes.tensor import CutModel, cut_model
 from ms_zero.zero.api import data_groups
 from ms_zero.zero.bucket import ValueSource
 from ms_zero.zero.nvme import NvmeStates, check_space, padded_bytes
@@ -45,6 +47,8 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
     notes += describe_sharding(config, policy)
+    if config.parallel.pp > 1:
+        return _build_pipeline(config, pmesh, model, cut, values, notes)
     autocast(model, policy, device_target())
     sharded = build_sharded(config, model, policy, pmesh, values, cut.placements)
     states = build_states(config, sharded, pmesh.comm)
@@ -57,6 +61,37 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
         resets=build_resets(config.data),
         seed=config.train.seed,
         notes=notes,
+        loss_sum=cut.loss_sum,
+        spans_of=cut.spans_of,
+    )
+
+
+def _build_pipeline(
+    config: RunConfig,
+    pmesh: ProcessMesh,
+    model: nn.Cell,
+    cut: CutModel,
+    values: ValueSource,
+    notes: list[str],
+) -> PipelineEngine:
+    """The engine of a model that is split over stages."""
+    parallel, policy = config.parallel, build_policy(config.precision)
+    name, degree, num_virtual = parallel.schedule, parallel.pp, parallel.virtual_stages
+    part = split_model(model, chain_of(model), pmesh, num_virtual, cut.placements)
+    autocast(part.cell, policy, device_target())
+    sharded = build_sharded(config, part.cell, policy, pmesh, values, part.placements)
+    states = build_states(config, sharded, pmesh.comm)
+    return PipelineEngine(
+        part,
+        sharded,
+        build_optimizer(config.optim, sharded, states, config.offload.fraction),
+        comm=pmesh.comm,
+        group=pmesh.group(*DATA_AXES),
+        stages=pmesh.group("pp"),
+        schedule=lambda count: schedules.build(name, degree, count, num_virtual),
+        resets=build_resets(config.data),
+        seed=config.train.seed,
+        notes=[*notes, f"pipeline: schedule {name}, {part.describe()}"],
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
     )

@@ -4,7 +4,7 @@ Everything is fp32 under logical names: "model.<parameter>" (the master weights 
 "optim.<kind>.<parameter>". A checkpoint written under one stage, degree or precision loads under any other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import mindspore as ms
 import numpy as np
@@ -35,15 +35,23 @@ def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard
             yield from _pieces(sharded, _prefix(kind), bucket, values, sharded.owned(index))
 
 
-def load_state(sharded: Sharded, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+def load_state(
+    sharded: Sharded,
+    optimizer: Optimizer,
+    checkpoint: Checkpoint,
+    elsewhere: Mapping[str, bool] | None = None,
+) -> None:
     """Overwrite parameters and optimizer state with those of a checkpoint; `num_updates` is the caller's.
+
+    ``elsewhere``: parameters that other ranks load, by name, and whether they are trained.
 
     Raises:
         UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
     """
-    trained = [name for name in sharded.names if name in sharded.trained]
+    names = {name: name in sharded.trained for name in sharded.names} | dict(elsewhere or {})
+    trained = [name for name, is_trained in names.items() if is_trained]
     state = {f"{_prefix(kind)}{name}" for kind in optimizer.kinds for name in trained}
-    checkpoint.check_names(state | {f"model.{name}" for name in sharded.names})
+    checkpoint.check_names(state | {f"model.{name}" for name in names})
     weights = _stored_values(checkpoint, "model.", sharded)
     sharded.close_windows()
     for bucket in sharded.all_buckets:

@@ -61,16 +61,16 @@ def test_a_number_of_workers_that_is_none_is_refused(write, workers):
         check_config(write(text("")), (), workers)
 
 
-LAYOUT = ["parallel.pp=2", "parallel.dp_shard=4"]
+LAYOUT = ["parallel.cp=2", "parallel.dp_shard=4"]
 UNAVAILABLE = [rule for rule in RULES if rule.severity == "unavailable"]
 
 
 def test_what_this_version_cannot_run_loads_but_is_refused_to_run(write):
     path = write(text("global_batch_size: 8, accumulation_steps: 1"))
-    with pytest.raises(ConfigError, match=r"parallel.pp: 2 is not available in this version.*\[MZ062\]"):
+    with pytest.raises(ConfigError, match=r"parallel.cp: 2 is not available in this version.*\[MZ062\]"):
         load_config(path, LAYOUT, 8)
     loaded = load_config(path, LAYOUT, 8, to_run=False)
-    assert loaded.warnings == () and loaded.config.parallel.pp == 2
+    assert loaded.warnings == () and loaded.config.parallel.cp == 2
     assert [(finding.rule, finding.severity) for finding in loaded.unavailable] == [("MZ062", "unavailable")]
     with pytest.raises(ConfigError, match=r"\[MZ062\]"):
         loaded.require_runnable()

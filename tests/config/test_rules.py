@@ -17,6 +17,7 @@ SCALING = "model.rope_scaling={factor: 8, low_freq_factor: %s, high_freq_factor:
 GPT = LLAMA.replace("llama", "gpt")
 GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
 RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
+STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -210,7 +211,46 @@ CASES = [
         GPT.replace("global_batch_size: 8", "global_batch_size: 16"),
     ),
     ("MZ062", "parallel.cp", ["parallel.cp=2"], ["parallel.cp=1"], 2, GPT),
-    ("MZ062", "parallel.pp", ["parallel.pp=2"], ["parallel.pp=1"], 2, GPT),
+    (
+        "MZ057",
+        "parallel.schedule",
+        [*STAGES, "train.accumulation_steps=2", "parallel.pp=4"],
+        [*STAGES, "train.accumulation_steps=4", "parallel.pp=4"],
+        4,
+        GPT,
+    ),
+    (
+        "MZ057",
+        "parallel.schedule",
+        [STAGES[0], "parallel.pp=2", "train.accumulation_steps=4"],
+        [*STAGES, "parallel.pp=2", "train.accumulation_steps=4"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ057",
+        "train.rampup_start",
+        [*STAGES, "parallel.pp=2", "train.accumulation_steps=4", RAMPUP % (2, 6)],
+        [*STAGES, "parallel.pp=2", "train.accumulation_steps=4", RAMPUP % (4, 4)],
+        2,
+        GPT,
+    ),
+    (
+        "MZ059",
+        "memory.recompute",
+        ["parallel.pp=2", "memory.recompute=sqrt"],
+        ["parallel.pp=2", "memory.recompute=full"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ059",
+        "memory.recompute",
+        ["parallel.pp=2", "memory.recompute=full", "parallel.schedule=zb-h1"],
+        ["parallel.pp=2", "parallel.schedule=zb-h1"],
+        2,
+        GPT,
+    ),
     (
         "MZ063",
         "offload.params",

@@ -1,0 +1,340 @@
+"""The pipeline recipe: a plain model split over stages, each of them sharded and run as by the eager engine.
+
+A model of one's own takes part by a :class:`ms_zero.pipeline.stage.Chain`; `chain_of` has those of this
+package's models. Microbatches of a step are collected and then run together, as the schedule says.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from ms_zero import models
+from ms_zero.checkpoint import Checkpoint
+from ms_zero.comm import Communicator, Group, ProcessMesh
+from ms_zero.data import NO_RESETS, DocumentResets
+from ms_zero.errors import UserError
+from ms_zero.optim.optimizer import Optimizer
+from ms_zero.parallel import Placement, Placements, Replicas
+from ms_zero.pipeline.runtime import Outcome, Pipeline, Tensors
+from ms_zero.pipeline.schedule import Schedule
+from ms_zero.pipeline.stage import Chain, Staged, balance, cell_at, shared_names, split
+from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.state import load_state
+from ms_zero.zero.sharded import Sharded
+
+# Chains of this package's models
+
+
+def chain_of(model: nn.Cell) -> Chain:
+    """How a model of this package is split; raises UserError for another."""
+    known = {models.GPT: _GPT, models.Llama: _LLAMA}
+    if type(model) not in known:
+        raise UserError(f"pipeline: {type(model).__name__} has no Chain: pass one that says how it is split")
+    return known[type(model)]
+
+
+def _gpt_begin(cell: nn.Cell, inputs: Mapping[str, Any]) -> Tensor:
+    body, input_ids = cell.transformer, inputs["input_ids"]
+    positions = inputs.get("position_ids")
+    x = body.wte(input_ids) + body.wpe(body.positions(input_ids) if positions is None else positions)
+    return x if body.dropout is None else body.dropout(x)
+
+
+def _gpt_context(cell: nn.Cell, hidden: Tensor, inputs: Mapping[str, Any]) -> tuple:
+    return (_mask(cell.transformer.document_mask, hidden, inputs),)
+
+
+def _gpt_end(cell: nn.Cell, hidden: Tensor) -> Tensor:
+    return cell.lm_head(cell.transformer.ln_f(hidden)).astype(ms.float32)
+
+
+def _llama_begin(cell: nn.Cell, inputs: Mapping[str, Any]) -> Tensor:
+    x = cell.model.embed_tokens(inputs["input_ids"])
+    return x if cell.model.dropout is None else cell.model.dropout(x)
+
+
+def _llama_context(cell: nn.Cell, hidden: Tensor, inputs: Mapping[str, Any]) -> tuple:
+    cos, sin = cell.model.rotary_emb(inputs["input_ids"], inputs.get("position_ids"))
+    return cos, sin, _mask(cell.model.document_mask, hidden, inputs)
+
+
+def _llama_end(cell: nn.Cell, hidden: Tensor) -> Tensor:
+    return cell.lm_head(cell.model.norm(hidden)).astype(ms.float32)
+
+
+def _mask(document_mask: nn.Cell, hidden: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
+    starts = inputs.get("document_starts")
+    return None if starts is None else document_mask(starts, hidden)
+
+
+_GPT = Chain(
+    blocks="transformer.h",
+    first=("transformer.wte", "transformer.wpe"),
+    last=("transformer.ln_f", "lm_head"),
+    begin=_gpt_begin,
+    context=_gpt_context,
+    end=_gpt_end,
+)
+_LLAMA = Chain(
+    blocks="model.layers",
+    first=("model.embed_tokens",),
+    last=("model.norm", "lm_head"),
+    begin=_llama_begin,
+    context=_llama_context,
+    end=_llama_end,
+)
+
+# Splitting
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a split model.
+
+    Attributes:
+        cell: its stages.
+        placements: of the parameters, those that stages share included.
+        trained: all parameters of the plain model in definition order, and whether they are trained.
+        blocks: of every stage, for the log.
+    """
+
+    cell: Staged
+    placements: Placements
+    trained: dict[str, bool]
+    blocks: tuple[range, ...]
+
+    def describe(self) -> str:
+        """The blocks of every stage, in a few words."""
+        stages = (f"{part.start} to {part.stop - 1}" if part else "none" for part in self.blocks)
+        return f"blocks of the stages: {', '.join(stages)}"
+
+
+def split_model(
+    model: nn.Cell,
+    chain: Chain,
+    pmesh: ProcessMesh,
+    num_virtual: int = 1,
+    placements: Placements | None = None,
+) -> Part:
+    """Split a model, in place, into stages of about equally many parameters. Collective.
+
+    Args:
+        model: the plain model, or one that was cut by other techniques.
+        chain: how it runs.
+        pmesh: stage s lies on rank s of the ``pp`` axis, modulo its degree.
+        num_virtual: stages of each rank.
+        placements: of its parameters; None: they are whole.
+    """
+    placements = placements or Placements()
+    group = pmesh.group("pp")
+    num_stages = group.size * num_virtual
+    shared = shared_names(model, chain)
+    trained = {name: param.requires_grad for name, param in model.parameters_and_names()}
+    shapes = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
+    ranges = _balance_parameters(model, chain, num_stages, placements)
+    cell = split(model, chain, ranges, range(group.index, num_stages, group.size))
+    cell.dropout_state = getattr(model, "dropout_state", None)
+    by_name = dict(placements.by_name)
+    if shared and group.index in (0, group.size - 1):
+        ends = Replicas(pmesh.comm.new_group((group.ranks[0], group.ranks[-1]), "pp_ends"), is_partial=True)
+        for name in shared:
+            replicas = (*placements.replicas(name), ends)
+            by_name[name] = Placement(placements.box(name, shapes[name]), replicas)
+    return Part(cell, Placements(by_name, (*placements.groups, group)), trained, ranges)
+
+
+def _balance_parameters(
+    model: nn.Cell, chain: Chain, num_stages: int, placements: Placements
+) -> tuple[range, ...]:
+    # By whole parameters: ranks that hold parts of different sizes have to come to the same result.
+    sizes = {
+        id(param): prod(placements.box(name, tuple(param.shape)).global_shape)
+        for name, param in model.parameters_and_names()
+    }
+
+    def cost(*cells: nn.Cell) -> int:
+        return sum(sizes[id(param)] for cell in cells for param in cell.get_parameters())
+
+    first, last = (cost(*(cell_at(model, path) for path in paths)) for paths in (chain.first, chain.last))
+    blocks = [cost(block) for block in cell_at(model, chain.blocks)]
+    return balance(blocks, num_stages, first=first, last=last)
+
+
+# Running
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """What the stages need of a microbatch; ``set_position`` prepares dropout."""
+
+    inputs: dict[str, Tensor]
+    labels: np.ndarray
+    weight: float
+    set_position: Callable[[], None]
+
+
+# (logits, labels) -> summed token loss
+_Loss = Callable[[Tensor, np.ndarray], Tensor]
+
+
+class _Work:
+    """The actions of one rank on the microbatches of a step; see `ms_zero.pipeline.runtime.Work`."""
+
+    def __init__(
+        self, cell: Staged, sharded: Sharded, microbatches: Sequence[_Microbatch], loss: _Loss
+    ) -> None:
+        self._cell, self._sharded, self._microbatches, self._loss = cell, sharded, microbatches, loss
+
+    def key(self, microbatch: int) -> tuple[int, ...]:
+        return tuple(self._microbatches[microbatch].inputs["input_ids"].shape)
+
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
+        current = self._microbatches[microbatch]
+        current.set_position()
+        self._sharded.select((stage, microbatch))
+        result = self._cell(stage, inputs[0] if inputs else None, current.inputs)
+        if stage == self._cell.num_stages - 1:
+            result = self._loss(result, current.labels)
+        return (result,)
+
+    def loss_gradient(self, microbatch: int, loss: Tensor) -> Tensor:
+        weight = self._microbatches[microbatch].weight * self._sharded.loss_scale
+        return Tensor(np.float32(weight)).astype(loss.dtype)
+
+    def around_backward(
+        self, stage: int, microbatch: int, *, weights: bool, last: bool
+    ) -> AbstractContextManager:
+        self._sharded.select((stage, microbatch))
+        return self._sharded.microbatch(last=last) if weights else self._sharded.passing_through()
+
+
+class PipelineEngine(EagerEngine):
+    """Runs the microbatches of a step through the stages of a pipeline.
+
+    As the eager engine, with these differences: every rank of a pipeline is given the same microbatches, and
+    they are computed when the last one of the step has been given.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        sharded: Sharded,
+        optimizer: Optimizer,
+        *,
+        comm: Communicator,
+        group: Group,
+        stages: Group,
+        schedule: Callable[[int], Schedule],
+        resets: DocumentResets = NO_RESETS,
+        seed: int = 0,
+        notes: Sequence[str] = (),
+        loss_sum: nn.Cell | None = None,
+        spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            part: this rank's stages.
+            sharded: holds their parameters.
+            optimizer: updates them.
+            comm: the communicator.
+            group: the ranks that see different data.
+            stages: the ranks of this pipeline.
+            schedule: number of microbatches -> what is done in which order; on the placement of `part`.
+            resets: what restarts where a document begins.
+            seed: of dropout.
+            notes: what the log should say about the parts.
+            loss_sum: as in `EagerEngine`.
+            spans_of: as in `EagerEngine`.
+        """
+        super().__init__(
+            part.cell,
+            sharded,
+            optimizer,
+            comm=comm,
+            group=group,
+            resets=resets,
+            seed=seed,
+            notes=notes,
+            loss_sum=loss_sum,
+            spans_of=spans_of,
+        )
+        self._part, self._stages, self._schedule = part, stages, cache(schedule)
+        self._pipeline = Pipeline(comm, stages)
+        self._waiting: list[_Microbatch] = []
+        self.outcome = Outcome()
+
+    def forward_backward(
+        self,
+        input_ids: np.ndarray,
+        labels: np.ndarray,
+        document_starts: np.ndarray | None = None,
+        *,
+        weight: float,
+        last: bool,
+        step: int = 0,
+        sample_numbers: Sequence[int] = (),
+    ) -> None:
+        """Add one microbatch to the step; the last one runs them all. Arguments as in `EagerEngine`."""
+        inputs = self._inputs(input_ids, document_starts)
+
+        def set_position() -> None:
+            self._set_position(step, sample_numbers, input_ids.shape[1])
+
+        self._waiting.append(_Microbatch(inputs, labels, weight, set_position))
+        if last:
+            self._run_step()
+
+    def loss_sum(
+        self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
+    ) -> float:
+        """Summed token loss of one batch without gradients, in nats; equal on the ranks of the pipeline."""
+        microbatch = _Microbatch(self._inputs(input_ids, document_starts), labels, 1.0, lambda: None)
+        with self._without_dropout():
+            outcome = self._pipeline.evaluate(self._placement(), 1, self._work([microbatch]))
+        loss = self._everywhere(outcome.losses.get(0))
+        return float(loss.asnumpy()[0])
+
+    def first_nonfinite(self) -> str | None:
+        """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""
+        found = [shard.name for shard, values in self.gradient_shards() if not np.isfinite(values).all()]
+        everywhere = {name for names in self._comm.exchange(found) for name in names}
+        return next((name for name in self._part.trained if name in everywhere), None)
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        """As in `EagerEngine`; each rank reads its stages."""
+        load_state(self.sharded, self.optimizer, checkpoint, elsewhere=self._part.trained)
+
+    def _run_step(self) -> None:
+        microbatches, self._waiting = self._waiting, []
+        self.outcome = self._pipeline.run(self._schedule(len(microbatches)), self._work(microbatches))
+        total = None
+        for number, loss in sorted(self.outcome.losses.items()):
+            weighted = loss * microbatches[number].weight
+            total = weighted if total is None else total + weighted
+        self._loss_of_step = self._everywhere(total)
+
+    def _work(self, microbatches: Sequence[_Microbatch]) -> _Work:
+        return _Work(self.model, self.sharded, microbatches, self._loss_of)
+
+    def _loss_of(self, logits: Tensor, labels: np.ndarray) -> Tensor:
+        return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
+
+    def _inputs(self, input_ids: np.ndarray, document_starts: np.ndarray | None) -> dict[str, Tensor]:
+        arguments = {"input_ids": input_ids, **self._resets.arguments(document_starts)}
+        return {name: Tensor(array) for name, array in arguments.items()}
+
+    def _everywhere(self, loss: Tensor | None) -> Tensor:
+        """The loss of the last stage on all ranks of the pipeline, [1]."""
+        own = Tensor(np.zeros(1, np.float32)) if loss is None else loss.reshape((1,))
+        return self._comm.all_reduce(own, self._stages)
+
+    def _placement(self) -> tuple[int, ...]:
+        return tuple(stage % self._stages.size for stage in range(len(self._part.blocks)))

@@ -1,0 +1,70 @@
+"""Cases of pipeline parallelism for :mod:`ms_zero.testing.parity`."""
+
+from ms_zero.testing.parity import Case
+
+# Where a true gradient is zero, eps decides whether rounding noise becomes an update; 1e-4 prevents it.
+_ADAM = ("optim.kind=adamw", "optim.eps=1e-4", "optim.lr=1e-3", "optim.warmup_steps=3")
+_SHORT = (
+    "train.eval_interval=0",
+    "data.seq_len=32",
+    "train.output_dir=unused",
+    "train.global_batch_size=12",
+    "model.num_layers=4",
+)
+GPT = ("runs/quickstart", (*_ADAM, *_SHORT))
+UNTIED = ("runs/quickstart", (*_ADAM, *_SHORT, "model.tie_embeddings=false"))
+DROPOUT = ("runs/quickstart", (*_ADAM, *_SHORT, "model.dropout=0.1"))
+LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT))
+TIED_LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT, "model.tie_embeddings=true"))
+_NAMES = {GPT: "gpt", UNTIED: "gpt untied", DROPOUT: "gpt dropout", LLAMA: "llama", TIED_LLAMA: "llama tied"}
+
+_INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+_RESHARD_LATE = ("memory.recompute=full", "parallel.reshard_after_forward=false")
+
+# (problem, world, pp, microbatches, further overrides)
+_QUICK = (
+    (GPT, 2, 2, 4, ()),
+    (LLAMA, 2, 2, 3, ("parallel.schedule=gpipe",)),
+    (DROPOUT, 2, 2, 4, _INTERLEAVED),
+    (TIED_LLAMA, 2, 2, 6, ("parallel.schedule=zb-h1",)),
+    (GPT, 4, 2, 3, ("parallel.zero_stage=3",)),
+    (UNTIED, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
+)
+_FURTHER = (
+    (UNTIED, 2, 2, 1, ()),
+    (DROPOUT, 2, 2, 3, ("memory.recompute=full",)),
+    (GPT, 2, 2, 12, ("parallel.bucket_mb=0.05", "parallel.zero_stage=0")),
+    (GPT, 3, 3, 4, ()),
+    (LLAMA, 3, 3, 2, ("parallel.schedule=gpipe",)),
+    (TIED_LLAMA, 3, 3, 4, ("parallel.schedule=zb-h1",)),
+    (GPT, 4, 4, 6, ()),
+    (LLAMA, 4, 4, 3, ("parallel.schedule=zb-h1",)),
+    (TIED_LLAMA, 4, 4, 4, ("parallel.schedule=gpipe",)),
+    (LLAMA, 4, 2, 6, ("parallel.zero_stage=0",)),
+    (TIED_LLAMA, 4, 2, 3, ("parallel.zero_stage=1",)),
+    (GPT, 4, 2, 2, ("parallel.zero_stage=1", "parallel.sync_each_microbatch=true")),
+    (TIED_LLAMA, 4, 2, 3, ("parallel.zero_stage=2",)),
+    (LLAMA, 4, 2, 6, ("parallel.zero_stage=3", "parallel.schedule=zb-h1")),
+    (TIED_LLAMA, 4, 2, 2, ("parallel.zero_stage=3", *_INTERLEAVED)),
+    (GPT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.dp_replicate=2", "parallel.dp_shard=1")),
+    (GPT, 4, 2, 3, ("parallel.zero_stage=3", *_RESHARD_LATE)),
+    (DROPOUT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.wrap=size", "parallel.wrap_elements=20000")),
+    (GPT, 4, 2, 3, ("parallel.tp=2",)),
+    (DROPOUT, 4, 2, 4, ("parallel.tp=2", "parallel.sequence_parallel=true", *_INTERLEAVED)),
+    (TIED_LLAMA, 4, 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+)
+
+
+def pipeline_cases(quick: bool) -> list[Case]:
+    """Two to four stages, every schedule, with data parallelism and ZeRO 0 to 3, tied and untied."""
+    chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
+    return [_case(*case) for case in chosen]
+
+
+def _case(
+    problem: tuple[str, tuple[str, ...]], world: int, pp: int, count: int, overrides: tuple[str, ...]
+) -> Case:
+    settings = ", ".join(override.split(".", 1)[1] for override in overrides)
+    name = f"{_NAMES[problem]}, {world} workers, pp {pp}, {count} microbatches"
+    layout = (f"parallel.pp={pp}", f"train.accumulation_steps={count}", *overrides)
+    return Case(f"{name}, {settings}" if settings else name, world, *problem, layout)
