@@ -15,7 +15,7 @@ from ms_zero.testing import run_workers
 from ms_zero.zero import Options, shard, wrap_classes
 from tests.zero.models import Awkward, batch
 from tests.zero.models import loss_of as loss_of_awkward
-from tests.zero.recorder import INPUT, WIDTH, Block, Followed, Recorder, follow, forward, loss_of, step
+from tests.zero.recorder import INPUT, WIDTH, Block, Followed, follow, forward, loss_of, step
 
 
 def reductions(comm):

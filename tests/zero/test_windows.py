@@ -65,7 +65,7 @@ def test_the_next_units_are_gathered_before_the_present_one_runs(prefetch):
 
 def test_what_was_gathered_ahead_and_not_used_is_not_used_later():
     cell = Followed()
-    model, comm = follow(cell=cell, prefetch=2)
+    model, _ = follow(cell=cell, prefetch=2)
     optimizer = SGD(model)
     step(model, optimizer)
     cell.calls = (0,)  # the blocks 1 and 2 are gathered ahead in vain
