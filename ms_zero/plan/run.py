@@ -24,6 +24,8 @@ def layout_of(config: RunConfig) -> Layout:
     return Layout(
         seq_len=config.data.seq_len,
         pp=parallel.pp,
+        schedule=parallel.schedule,
+        virtual_stages=parallel.virtual_stages if parallel.schedule == "interleaved" else 1,
         tp=parallel.tp,
         sequence_parallel=parallel.tp > 1 and parallel.sequence_parallel,
         cp=parallel.cp,
