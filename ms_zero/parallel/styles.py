@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 
 from mindspore import Parameter, Tensor, mint, nn
 
+from ms_zero.comm.communicator import DTYPES
 from ms_zero.errors import UserError
 from ms_zero.parallel.placement import Box, Placement, Placements, Replicas, split_evenly
 from ms_zero.parallel.tensor import (
@@ -124,7 +125,8 @@ Plan = Mapping[str, Style]
 def parallelize(model: nn.Cell, plan: Plan, border: Border) -> Placements:
     """Cut a plain model as a plan says; cells of the model are replaced in place.
 
-    Parameters keep their names. Those without values (on the meta device) stay so. Hooks that were
+    Parameters keep their names. Those without values (on the meta device) stay so, the others get the values
+    of the first rank, so that ranks may have drawn different ones. Collective. Hooks that were
     registered on a replaced cell are lost, so this comes before any other technique.
 
     Args:
@@ -141,6 +143,7 @@ def parallelize(model: nn.Cell, plan: Plan, border: Border) -> Placements:
     if border.group.size == 1:
         return Placements()
     names = {id(param): name for name, param in model.parameters_and_names()}
+    _agree_on_values(model, border)
     cuts = Cuts(border, names)
     cells = dict(model.cells_and_names())
     for path, style in _match(cells, plan).items():
@@ -224,6 +227,12 @@ class Cuts:
         copies = parts // blocks
         block, unit = index // copies, size // blocks
         return block * unit, (block + 1) * unit, range(block * copies, (block + 1) * copies)
+
+
+def _agree_on_values(model: nn.Cell, border: Border) -> None:
+    for param in model.get_parameters():
+        if not param.is_meta and param.dtype in DTYPES:
+            param.set_data(border.comm.broadcast(param.data, border.group.ranks[0], border.group))
 
 
 def _local_parameter(param: Parameter, box: Box) -> Parameter:

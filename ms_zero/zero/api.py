@@ -26,6 +26,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_zero._compat import device_target, no_grad, tape
 from ms_zero.comm import ProcessMesh
 from ms_zero.errors import UserError
+from ms_zero.parallel.placement import Placements, is_first
 from ms_zero.precision.autocast import Matcher, fp32_parameters
 from ms_zero.precision.autocast import apply as autocast
 from ms_zero.precision.policy import DTYPES, Policy
@@ -79,13 +80,13 @@ class ShardedModel(Sharded):
         """The stored parameters, by logical name. With ``full`` collective in stage 3: call it on all ranks.
 
         Returns:
-            full: a numpy array of each parameter in its shape, on every rank. Else: the flat ranges that
-            this rank saves, as a list of (start, stop, values) for each parameter that has one. Parameters
+            full: a numpy array of each whole parameter, on every rank. Else: the flat ranges that this rank
+            saves of its part, as a list of (start, stop, values) for each parameter that has one. Parameters
             that the model itself writes (statistics of a batch normalisation) are this rank's own.
         """
         kept = {name: param.asnumpy().copy() for name, param in self.kept.items()}
         if full:
-            return {name: value.asnumpy().copy() for name, value in self.whole_values()} | kept
+            return {name: self._whole(name, value) for name, value in self.whole_values()} | kept
         ranges: dict[str, list[tuple[int, int, np.ndarray]]] = {}
         for bucket in self.all_buckets:
             start, stop = self.saves(bucket)
@@ -107,7 +108,9 @@ class ShardedModel(Sharded):
         """
         if not self.holds_initial_values:
             raise UserError("zero: load_state_dict: load weights before the optimizer is made")
-        shapes = self.names | {name: tuple(param.shape) for name, param in self.kept.items()}
+        boxes = {name: self.placements.box(name, shape) for name, shape in self.names.items()}
+        shapes = {name: box.global_shape for name, box in boxes.items()}
+        shapes |= {name: tuple(param.shape) for name, param in self.kept.items()}
         if values.keys() != shapes.keys():
             odd = sorted(values.keys() ^ shapes.keys())
             raise UserError(f"zero: load_state_dict: names differ from the model's: {', '.join(odd[:4])}")
@@ -117,8 +120,21 @@ class ShardedModel(Sharded):
                 raise UserError(f"zero: load_state_dict: {name} is {found}, the model's is {list(shape)}")
         for name, param in self.kept.items():
             param.set_data(Tensor(np.asarray(values[name]), param.dtype))
-        flat = {name: np.asarray(values[name], np.float32).reshape(-1) for name in self.names}
+        arrays = {name: box.take(np.asarray(values[name], np.float32)) for name, box in boxes.items()}
+        flat = {name: array.reshape(-1) for name, array in arrays.items()}
         self.set_initial_values(lambda name, start, stop: flat[name][start:stop])
+
+    def _whole(self, name: str, part: Tensor) -> np.ndarray:
+        """A whole parameter, given this rank's part."""
+        if not self.placements.groups:
+            return part.asnumpy().copy()
+        box, values = self.placements.box(name, part.shape), part.asnumpy()
+        whole = np.zeros(box.global_shape, np.float32)
+        if is_first(self.placements.replicas(name)):
+            box.take(whole)[...] = values
+        for group in self.placements.groups:
+            whole = self._comm.all_reduce(Tensor(whole), group).asnumpy()
+        return whole.astype(values.dtype)
 
 
 def shard(
@@ -134,6 +150,7 @@ def shard(
     fp32: tuple[Matcher, ...] = (),
     scaler: LossScaler | None = None,
     options: Options | None = None,
+    placements: Placements | None = None,
 ) -> ShardedModel:
     """Shard a Cell's parameters, gradients and (through the optimizer) optimizer state over ``dp_shard``.
 
@@ -155,6 +172,8 @@ def shard(
         fp32: further cells that compute in fp32, by class or predicate.
         scaler: loss scaling; None: dynamic for policies with fp16, else none.
         options: further options; ``stage`` and ``policy`` override its own.
+        placements: of a model that :func:`ms_zero.parallel.parallelize` has cut; ``values`` are those of the
+            whole parameters.
 
     Raises:
         UserError: unknown stage or policy, parameters without values, a model that is sharded already or
@@ -167,6 +186,8 @@ def shard(
     kept = kept_parameters(cell, keep)
     _check_unsharded(cell)
     _check_agreement(cell, mesh, options)
+    if values is not None and placements is not None:
+        values = placements.local_values(values)
     working = chosen.working(device_target())
     shapes = {name: param.shape for name, param in cell.parameters_and_names()}
     autocast(cell, chosen, device_target(), fp32=fp32)
@@ -183,6 +204,7 @@ def shard(
         keep=kept.__contains__,
         wrap=wrap,
         scaler=scaler or _default_scaler(chosen),
+        placements=placements,
     )
     setattr(cell, _SHARDED, True)
     return model
