@@ -157,8 +157,8 @@ def warn_of_tensor_groups(tp: int, cluster: Cluster, console: Console) -> None:
     """Say when tensor-parallel ranks, which are consecutive, are not all on one node."""
     if cluster.nodes > 1 and cluster.local_workers % tp:
         console.line(
-            f"ms-zero: warning: parallel.tp {tp} does not divide the {cluster.local_workers} workers of a node: "
-            f"some groups reach over two nodes and exchange activations in every layer at the network's speed"
+            f"ms-zero: warning: parallel.tp {tp} does not divide the {cluster.local_workers} workers of a "
+            f"node: some groups reach over two nodes and exchange activations in every layer over the network"
         )
 
 
