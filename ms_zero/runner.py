@@ -169,6 +169,12 @@ class _Session:
         checkpoint = open_checkpoint(path)
         self.trainer.load_state(checkpoint.state)
         self.trainer.engine.load_state(checkpoint)
+        saved, own = checkpoint.state.get("loss_scale"), self.trainer.engine.sharded.scaler.state()
+        if saved and saved["kind"] != own["kind"]:
+            self.monitor.message(
+                f"warning: the checkpoint has the state of a {saved['kind']}, this run uses a {own['kind']}: "
+                f"the loss scale starts at {own['scale']:g}"
+            )
         self.monitor.event("resume", path=str(path), step=self.trainer.progress.step)
 
     def _checkpoint_to_resume(self) -> Path | None:

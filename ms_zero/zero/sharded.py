@@ -286,8 +286,9 @@ class Sharded:
         self._windows.forget_all()
 
     def load_scale(self, state: dict) -> None:
-        """Continue with a saved state of the loss scale."""
-        self.scaler.load_state(state)
+        """Continue with a saved state of the loss scale; that of another kind of scaler says nothing here."""
+        if state.get("kind") == self.scaler.state()["kind"]:
+            self.scaler.load_state(state)
         self.loss_scale = self.scaler.scale
 
     def saves(self, bucket: Bucket) -> tuple[int, int]:
