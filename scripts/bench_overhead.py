@@ -156,8 +156,8 @@ def baseline_step(shape: dict[str, int]) -> Callable[[], object]:
     return step
 
 
-def torch_step(shape: dict[str, int]) -> Callable[[], object]:
-    """The same model and work in plain PyTorch."""
+def torch_gpt(shape: dict[str, int], seq_len: int) -> object:
+    """The same model in plain PyTorch; ``blocks`` holds its blocks."""
     import torch
     from torch import nn
 
@@ -181,7 +181,7 @@ def torch_step(shape: dict[str, int]) -> Callable[[], object]:
         def __init__(self) -> None:
             super().__init__()
             self.token = nn.Embedding(shape["vocab_size"], width)
-            self.position = nn.Embedding(SEQ_LEN, width)
+            self.position = nn.Embedding(seq_len, width)
             self.blocks = nn.Sequential(*(Block() for _ in range(shape["num_layers"])))
             self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape["vocab_size"], bias=False)
 
@@ -189,7 +189,15 @@ def torch_step(shape: dict[str, int]) -> Callable[[], object]:
             x = self.token(ids) + self.position.weight
             return self.head(self.norm(self.blocks(x)))
 
-    model = Model()
+    return Model()
+
+
+def torch_step(shape: dict[str, int]) -> Callable[[], object]:
+    """The same work in plain PyTorch."""
+    import torch
+    from torch import nn
+
+    model = torch_gpt(shape, SEQ_LEN)
     betas = (BETA1, BETA2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=betas, eps=EPS, weight_decay=DECAY)
     tokens = torch.from_numpy(token_batches(shape["vocab_size"])).long()

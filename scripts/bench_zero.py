@@ -1,0 +1,491 @@
+"""What ZeRO costs and saves: time a step, the engine's own share of it, bytes sent and bytes held.
+
+    python scripts/bench_zero.py [--quick] [--json PATH]
+
+Two workers, one core and one thread each, train a GPT of 5.3 million parameters (4 layers, width 256) in
+fp32 on 8 x 128 tokens each, with ``ms_zero.zero.shard`` and ``ms_zero.optim.AdamW``. Everything that is
+compared by time runs in the same two processes, one after another in every round; the median over the rounds
+counts.
+
+- ``stageN_over_stage0``: time of a step.
+- ``overhead_stageN``: (step - compute - collectives) / step. Compute is the bare model's forward and backward
+  on the same local batch, plus the kernels of the norm and of the update on as many elements as a rank
+  updates, on flat buffers; each of the two workers runs it for itself, with one core as in the step.
+  Collectives are those of a step, the same operations, sizes and dtypes, issued back to back.
+- ``overhead_cpu_stageN``: the same of processor time, all threads of a worker: waiting is not counted,
+  neither for the peer nor for a core that somebody else uses. On a loaded machine only this one means
+  something. The medians of all times are among the ``cases``.
+- ``traffic_stageN_over_theory``: bytes that a rank sends in a step over those of ``ms_zero.plan.zero``.
+- ``bytes_per_param_stageN_worldM``: of weights, gradients and optimizer state that are alive between two
+  microbatches, bf16 with 2-byte gradients; ``..._fp32`` and ``..._fp32_gradients`` likewise. ``cases`` has
+  the formulas beside them.
+- ``offload_cpu_over_none``, ``offload_nvme_over_none``: time of a step of stage 2 with the optimizer state in
+  host memory, or in a file in the folder for temporary files.
+- ``live_tensor_growth``: tensors alive after 220 steps that were not after 20, the most of all stages, some
+  with recompute and offload. ``rss_bytes_per_step``: growth of resident memory meanwhile, the most of them;
+  ``rss_bytes_per_step_plain``: of a plain MindSpore loop with the same model, whose operators leak a little.
+- ``fsdp2_over_ddp``: time of a step of PyTorch's ``fully_shard`` over its ``DistributedDataParallel``, the
+  same model, sizes and dtype, gloo, two processes of one thread; left out where torch is not installed.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHAPE = {"vocab_size": 4096, "hidden_size": 256, "num_layers": 4, "num_heads": 4, "ffn_hidden_size": 1024}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "ffn_hidden_size": 256}
+SEQ_LEN, BATCH = 128, 8
+WORKERS = 2
+HYPER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+LR, CLIP = 3e-4, 1.0
+#: Buckets that all stages cut the model into, small enough that a step has several.
+BUCKET_BYTES = 4 * 2**20
+STAGES = range(4)
+#: name -> dtype of weights, of gradients kept, bytes of the master copy
+PRECISIONS = {"": ("bf16", "bf16", 4), "_fp32_gradients": ("bf16", "fp32", 4), "_fp32": ("fp32", "fp32", 0)}
+WARM_UP = 20
+PLAIN = "plain MindSpore"
+
+Step = Callable[[], object]
+
+
+def tokens(rank: int, batch: int, vocab_size: int) -> np.ndarray:
+    """int32 [B, T + 1] of random tokens of one worker."""
+    return np.random.default_rng(rank).integers(0, vocab_size, (batch, SEQ_LEN + 1)).astype(np.int32)
+
+
+class Recorder:
+    """A backend that notes the collectives that pass through it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._backend, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter"):
+            return operation
+
+        def call(x: Any, group: Any, *more: Any) -> Any:
+            self.calls.append((operation, x.shape, x.dtype, group, more))
+            return operation(x, group, *more)
+
+        return call
+
+
+def replay(calls: list[tuple]) -> Step:
+    """Those collectives, back to back."""
+    from mindspore import Tensor
+
+    from ms_zero.zero.convert import as_dtype
+
+    made = [
+        partial(operation, as_dtype(Tensor(np.ones(shape, np.float32)), dtype), group, *more)
+        for operation, shape, dtype, group, more in calls
+    ]
+
+    def run() -> None:
+        for call in made:
+            call().wait()
+
+    return run
+
+
+def build_model(shape: Mapping[str, int]) -> Any:
+    """A GPT with an untied head and initial values."""
+    from ms_zero.models import GPT, initialise
+
+    model = GPT(**shape, max_seq_len=SEQ_LEN, tie_embeddings=False)
+    initialise(model, 1)
+    return model
+
+
+def loss_of(model: Callable, data: np.ndarray) -> Any:
+    """Mean token loss, a function without arguments."""
+    from mindspore import Tensor
+
+    from ms_zero.kernels import CrossEntropySum
+
+    loss_sum = CrossEntropySum()
+    ids, labels = Tensor(data[:, :-1].copy()), Tensor(data[:, 1:].reshape(-1).copy())
+
+    def loss() -> Any:
+        logits = model(ids)
+        return loss_sum(logits.reshape((-1, logits.shape[-1])), labels) / labels.size
+
+    return loss
+
+
+class Training:
+    """A sharded model, its optimizer and one worker's batch."""
+
+    def __init__(
+        self,
+        comm: Any,
+        shape: Mapping[str, int],
+        *,
+        policy: Any = "fp32",
+        recompute: str = "none",
+        offload: Any = None,
+        batch: int = BATCH,
+        **options: Any,
+    ) -> None:
+        from ms_zero import memory, zero
+        from ms_zero.comm import ProcessMesh
+        from ms_zero.mesh import Mesh
+        from ms_zero.optim import AdamW
+
+        cell = build_model(shape)
+        if recompute != "none":
+            memory.apply_recompute(cell, recompute)
+        chosen = zero.Options(**options)
+        mesh = ProcessMesh(Mesh(dp_shard=comm.world_size), comm)
+        wrap = zero.wrap_blocks(cell, leaves=True)
+        self.model = zero.shard(cell, mesh, stage=chosen.stage, policy=policy, wrap=wrap, options=chosen)
+        self.optimizer = AdamW(self.model, **HYPER, offload=offload)
+        self._loss = loss_of(self.model, tokens(comm.rank, batch, shape["vocab_size"]))
+
+    @property
+    def psi(self) -> int:
+        """Number of parameters."""
+        return sum(int(np.prod(shape)) for shape in self.model.names.values())
+
+    def microbatch(self, *, last: bool) -> None:
+        """Forward and backward."""
+        with self.model.record():
+            loss = self._loss()
+        self.model.backward(loss, last=last)
+
+    def step(self) -> None:
+        """One step of one microbatch."""
+        self.microbatch(last=True)
+        self.optimizer.step(lr=LR, clip_norm=CLIP)
+
+
+def bare_pass(comm: Any, shape: Mapping[str, int]) -> Step:
+    """Forward and backward of the model that nobody has touched."""
+    from ms_zero._compat import backward, clear_grads, tape
+
+    model = build_model(shape)
+    loss, params = loss_of(model, tokens(comm.rank, BATCH, shape["vocab_size"])), model.trainable_params()
+
+    def run() -> None:
+        with tape():
+            value = loss()
+        backward(value)
+        clear_grads(params)
+
+    return run
+
+
+def bare_update(num_updated: int, num_owned: int) -> Step:
+    """The kernels of the norm and of the update on flat buffers."""
+    from mindspore import Tensor
+
+    from ms_zero import kernels
+
+    param, mean, mean_sq, grad = (Tensor(np.full(num_updated, 0.01, np.float32)) for _ in range(4))
+    owned = Tensor(np.full(num_owned, 0.01, np.float32))
+
+    def run() -> None:
+        kernels.sum_of_squares(owned)
+        kernels.adamw_update(param, mean, mean_sq, grad, lr=LR, step=10, **HYPER)
+
+    return run
+
+
+def timed(comm: Any, step: Step) -> tuple[float, float]:
+    """Seconds until all workers have done it, and processor seconds of this one."""
+    comm.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    cpu = time.process_time() - cpu
+    comm.barrier()
+    return time.perf_counter() - wall, cpu
+
+
+def time_steps(comm: Any, shape: Mapping[str, int], rounds: int, folder: str) -> dict[str, Any]:
+    """Times of every contestant by round, and bytes sent over the theory. Runs on the workers."""
+    from ms_zero.plan.zero import step_traffic
+    from ms_zero.zero import HostStates, NvmeStates
+
+    recorders = []
+    comm = comm.with_backend(lambda backend: recorders.append(Recorder(backend)) or recorders[0])
+    trainings = {f"stage{n}": Training(comm, shape, stage=n, bucket_bytes=BUCKET_BYTES) for n in STAGES}
+    for place, store in (("cpu", HostStates()), ("nvme", NvmeStates(folder))):
+        trainings[place] = Training(comm, shape, stage=2, bucket_bytes=BUCKET_BYTES, offload=store)
+    psi = trainings["stage0"].psi
+    contestants = {"pass": bare_pass(comm, shape)}
+    chunk = psi // WORKERS
+    contestants |= {"update0": bare_update(psi, chunk), "update1": bare_update(chunk, chunk)}
+    contestants |= {name: training.step for name, training in trainings.items()}
+    traffic = {}
+    for _ in range(2):  # the second has found out what to gather ahead
+        for stage in STAGES:
+            recorders[0].calls.clear()
+            comm.counters.reset()
+            trainings[f"stage{stage}"].step()
+            theory = step_traffic(stage, 1).sent_bytes(psi, WORKERS, 1, weight=4, wire=4, kept=4)
+            traffic[stage] = comm.counters.total_bytes() / theory
+            contestants[f"replay{stage}"] = replay(list(recorders[0].calls))
+    times = [{name: timed(comm, step) for name, step in contestants.items()} for _ in range(2 + rounds)]
+    trainings["nvme"].optimizer.close()
+    return {"times": times[2:], "traffic": traffic, "parameters": psi}
+
+
+def held_between_microbatches(comm: Any, shape: Mapping[str, int]) -> dict[str, tuple[float, float]]:
+    """Bytes per parameter that are alive, and the formula, by stage and precision. Runs on the workers."""
+    from ms_zero.plan.zero import held_bytes
+    from ms_zero.precision.policy import BYTES, Policy
+    from ms_zero.testing.live import live_bytes
+
+    found = {}
+    for suffix, (weight, gradient, master) in PRECISIONS.items():
+        for stage in STAGES:
+            before = live_bytes()
+            policy = Policy(weight, weight, gradient, gradient)
+            cut = {"bucket_bytes": BUCKET_BYTES // 16}
+            training = Training(comm, shape, policy=policy, batch=1, stage=stage, **cut)
+            training.microbatch(last=False)
+            gradient_bytes, weight_bytes = BYTES[gradient], BYTES[weight]
+            theory = held_bytes(
+                stage, comm.world_size, weight=weight_bytes, gradient=gradient_bytes, master=master
+            )
+            alive = (live_bytes() - before) / training.psi
+            found[f"stage{stage}_world{comm.world_size}{suffix}"] = (alive, theory.total)
+            del training
+            gc.collect()
+    return found
+
+
+def growth(comm: Any, shape: Mapping[str, int], steps: int, folder: str) -> list[dict[str, Any]]:
+    """Live tensors and resident memory that a number of steps add, by case. Runs on the workers."""
+    from ms_zero.zero import HostStates, NvmeStates
+
+    cases = [
+        (PLAIN, None),
+        *((f"stage {stage}", {"stage": stage}) for stage in STAGES),
+        ("stage 1 full recompute", {"stage": 1, "recompute": "full"}),
+        ("stage 2 selective recompute cpu", {"stage": 2, "recompute": "selective", "offload": HostStates}),
+        ("stage 3 full recompute", {"stage": 3, "recompute": "full"}),
+        ("stage 3 bf16 nvme", {"stage": 3, "policy": "bf16", "offload": partial(NvmeStates, folder)}),
+    ]
+    return [{"case": name, **_growth_of(comm, shape, steps, options)} for name, options in cases]
+
+
+def _growth_of(
+    comm: Any, shape: Mapping[str, int], steps: int, options: dict[str, Any] | None
+) -> dict[str, float]:
+    from ms_zero.monitor import host_rss_bytes
+    from ms_zero.testing.live import live_storages
+
+    if options is None:
+        step = plain_step(comm, shape)
+    else:
+        offload = options.pop("offload", None)
+        training = Training(comm, shape, batch=1, offload=offload and offload(), **options)
+        step = training.step
+    counts = []
+    for number in (WARM_UP, steps):
+        for _ in range(number):
+            step()
+        counts.append((len(live_storages()), host_rss_bytes()))
+    (tensors, resident), (later_tensors, later_resident) = counts
+    if options is not None:
+        training.optimizer.close()
+    return {
+        "live_tensor_growth": later_tensors - tensors,
+        "rss_bytes_per_step": (later_resident - resident) / steps,
+    }
+
+
+def plain_step(comm: Any, shape: Mapping[str, int]) -> Step:
+    """The loop that MindSpore's documentation shows, on the same model."""
+    import mindspore as ms
+    from mindspore import nn
+
+    model = build_model(shape)
+    params = model.trainable_params()
+    optimizer = nn.AdamWeightDecay(params, LR)
+    gradients = ms.value_and_grad(loss_of(model, tokens(comm.rank, 1, shape["vocab_size"])), None, params)
+
+    def step() -> None:
+        optimizer(gradients()[1])
+
+    return step
+
+
+def torch_worker(rank: int, port: int, shape: Mapping[str, int], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step under DDP and under FSDP2, by round, in one of two processes."""
+    import torch
+    from bench_overhead import torch_gpt
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORKERS)
+    torch.manual_seed(1)
+    sharded = torch_gpt(shape, SEQ_LEN)
+    for block in sharded.blocks:
+        fully_shard(block)
+    models = {
+        "ddp": DistributedDataParallel(torch_gpt(shape, SEQ_LEN), bucket_cap_mb=BUCKET_BYTES / 2**20),
+        "fsdp2": fully_shard(sharded),
+    }
+    data = torch.from_numpy(tokens(rank, BATCH, shape["vocab_size"])).long()
+    steps = {name: _torch_step(model, data) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(2 + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            times[name].append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    return {name: taken[2:] for name, taken in times.items()}
+
+
+def _torch_step(model: Any, data: Any) -> Step:
+    import torch
+
+    betas = (HYPER["beta1"], HYPER["beta2"])
+    decay, eps = HYPER["weight_decay"], HYPER["eps"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=betas, eps=eps, weight_decay=decay)
+
+    def step() -> None:
+        logits = model(data[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    return step
+
+
+def time_torch(quick: bool, rounds: int) -> dict[str, list[float]]:
+    """What the first of two torch processes measures."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--rounds", str(rounds), "--torch-port", str(port), "--torch-rank"]
+    start = partial(
+        subprocess.Popen, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True
+    )
+    running = [start([*command, str(rank), *["--quick"] * quick]) for rank in range(WORKERS)]
+    shown = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise SystemExit("the processes of torch failed")
+    return json.loads(shown[0].splitlines()[-1])
+
+
+def ratio(times: list[Mapping[str, float]], name: str, base: str) -> float:
+    """Median over the rounds of one time over another."""
+    return statistics.median(each[name] / each[base] for each in times)
+
+
+def overhead(times: list[Mapping[str, float]], stage: int) -> float:
+    """Median over the rounds of the share of a step that is neither compute nor collectives."""
+    step, update, collectives = f"stage{stage}", f"update{min(stage, 1)}", f"replay{stage}"
+    return statistics.median(
+        1 - (each["pass"] + each[update] + each[collectives]) / each[step] for each in times
+    )
+
+
+def time_figures(ranks: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics and cases of :func:`time_steps`."""
+    walls = [{name: wall for name, (wall, _) in each.items()} for each in ranks[0]["times"]]
+    processor = [
+        {name: statistics.mean(rank[name][1] for rank in each) for name in each[0]}
+        for each in zip(*(rank["times"] for rank in ranks), strict=True)
+    ]
+    metrics = {f"stage{n}_over_stage0": ratio(walls, f"stage{n}", "stage0") for n in STAGES if n}
+    metrics |= {f"overhead_stage{n}": overhead(walls, n) for n in STAGES}
+    metrics |= {f"overhead_cpu_stage{n}": overhead(processor, n) for n in STAGES}
+    metrics |= {f"traffic_stage{n}_over_theory": ranks[0]["traffic"][str(n)] for n in STAGES}
+    metrics |= {f"offload_{place}_over_none": ratio(walls, place, "stage2") for place in ("cpu", "nvme")}
+    cases = [
+        {
+            "case": f"time of {name}",
+            "wall_ms": 1e3 * statistics.median(each[name] for each in walls),
+            "cpu_ms": 1e3 * statistics.median(each[name] for each in processor),
+        }
+        for name in walls[0]
+    ]
+    return metrics, cases
+
+
+def measure(quick: bool, rounds: int, steps: int, folder: str) -> dict[str, Any]:
+    """All figures as metrics and cases."""
+    from ms_zero.testing import run_workers
+
+    shape = SMALL if quick else SHAPE
+    timed_ranks = run_workers(WORKERS, time_steps, shape, rounds, folder, timeout_s=900)
+    metrics, cases = time_figures(timed_ranks)
+    for world_size in (1, WORKERS) if quick else (1, 2, 3, 4):
+        held = run_workers(world_size, held_between_microbatches, shape, timeout_s=300)[0]
+        metrics |= {f"bytes_per_param_{name}": alive for name, (alive, _) in held.items()}
+        cases += [{"case": name, "bytes_per_param": held[name][0], "theory": held[name][1]} for name in held]
+    ranks = run_workers(WORKERS, growth, SMALL, steps, folder, timeout_s=900)
+    grown = [case for rank in ranks for case in rank]
+    cases += grown
+    ours = [case for case in grown if case["case"] != PLAIN]
+    resident = [case["rss_bytes_per_step"] for case in grown if case["case"] == PLAIN]
+    metrics["live_tensor_growth"] = max(case["live_tensor_growth"] for case in ours)
+    metrics["rss_bytes_per_step"] = max(case["rss_bytes_per_step"] for case in ours)
+    metrics["rss_bytes_per_step_plain"] = max(resident)
+    if importlib.util.find_spec("torch"):
+        times = time_torch(quick, rounds)
+        metrics["fsdp2_over_ddp"] = statistics.median(
+            ours / base for ours, base in zip(times["fsdp2"], times["ddp"], strict=True)
+        )
+    return {"metrics": metrics, "cases": cases}
+
+
+def main() -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=0, help="measured rounds (default 11, quick: 3)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--torch-port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    rounds = args.rounds or (3 if args.quick else 11)
+    if args.torch_rank is not None:
+        shape = SMALL if args.quick else SHAPE
+        print(json.dumps(torch_worker(args.torch_rank, args.torch_port, shape, rounds)))
+        return 0
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args.quick, rounds, 10 if args.quick else 200, folder)
+    for name, value in found["metrics"].items():
+        print(f"{name:46} {value:.4g}")
+    print(f"load average {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end")
+    if args.json:
+        args.json.write_text(json.dumps({**found, "load": [load, os.getloadavg()[0]]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
