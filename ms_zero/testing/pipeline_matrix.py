@@ -1,5 +1,7 @@
 """Cases of pipeline parallelism for :mod:`ms_zero.testing.parity`."""
 
+from types import MappingProxyType
+
 from ms_zero.testing.parity import Case
 
 # Where a true gradient is zero, eps decides whether rounding noise becomes an update; 1e-4 prevents it.
@@ -15,8 +17,18 @@ GPT = ("runs/quickstart", (*_ADAM, *_SHORT))
 UNTIED = ("runs/quickstart", (*_ADAM, *_SHORT, "model.tie_embeddings=false"))
 DROPOUT = ("runs/quickstart", (*_ADAM, *_SHORT, "model.dropout=0.1"))
 LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT))
+DOCUMENTS = ("runs/llama-tiny", (*_ADAM, *_SHORT, "data.reset_attention=true", "data.reset_positions=true"))
 TIED_LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT, "model.tie_embeddings=true"))
-_NAMES = {GPT: "gpt", UNTIED: "gpt untied", DROPOUT: "gpt dropout", LLAMA: "llama", TIED_LLAMA: "llama tied"}
+_NAMES = MappingProxyType(
+    {
+        GPT: "gpt",
+        UNTIED: "gpt untied",
+        DROPOUT: "gpt dropout",
+        LLAMA: "llama",
+        TIED_LLAMA: "llama tied",
+        DOCUMENTS: "llama documents",
+    }
+)
 
 _INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
 _RESHARD_LATE = ("memory.recompute=full", "parallel.reshard_after_forward=false")
@@ -49,14 +61,20 @@ _FURTHER = (
     (GPT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.dp_replicate=2", "parallel.dp_shard=1")),
     (GPT, 4, 2, 3, ("parallel.zero_stage=3", *_RESHARD_LATE)),
     (DROPOUT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.wrap=size", "parallel.wrap_elements=20000")),
+    (GPT, 2, 2, 4, ("memory.activations=host",)),
+    (LLAMA, 2, 2, 4, ("memory.recompute=selective",)),
+    (GPT, 2, 2, 3, ("offload.optimizer=cpu",)),
+    (DOCUMENTS, 2, 2, 4, _INTERLEAVED),
     (GPT, 4, 2, 3, ("parallel.tp=2",)),
     (DROPOUT, 4, 2, 4, ("parallel.tp=2", "parallel.sequence_parallel=true", *_INTERLEAVED)),
     (TIED_LLAMA, 4, 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    (TIED_LLAMA, 8, 2, 2, ("parallel.tp=2", "parallel.zero_stage=3")),
+    (GPT, 8, 2, 2, ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.zero_stage=2")),
 )
 
 
 def pipeline_cases(quick: bool) -> list[Case]:
-    """Two to four stages, every schedule, with data parallelism and ZeRO 0 to 3, tied and untied."""
+    """Two to four stages, every schedule, data and tensor parallelism, ZeRO 0 to 3, tied and untied."""
     chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
     return [_case(*case) for case in chosen]
 

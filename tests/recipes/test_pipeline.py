@@ -1,14 +1,26 @@
 """A model split over stages trains, evaluates, skips and resumes like one that is not."""
 
 import numpy as np
+import pytest
+from mindspore import nn
 
+from ms_zero._compat import launch_blocking
 from ms_zero.checkpoint import open_checkpoint, save
+from ms_zero.comm import ProcessMesh
 from ms_zero.config import load_config
-from ms_zero.pipeline.schedule import in_flight_bound
+from ms_zero.mesh import Mesh
+from ms_zero.models.init import initialise
+from ms_zero.models.layers import Embedding, Linear, name_parameters_by_path
+from ms_zero.optim import SGD
+from ms_zero.pipeline.schedule import build, in_flight_bound
+from ms_zero.pipeline.stage import Chain
+from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.pipeline import PipelineEngine, split_model
 from ms_zero.runner import build_trainer, load_data
 from ms_zero.testing.parity import Plan, run_cases
 from ms_zero.testing.pipeline_matrix import pipeline_cases
 from ms_zero.testing.workers import run_workers
+from ms_zero.zero.sharded import Groups, Options, Sharded
 
 BASE = (
     "data.seq_len=16",
@@ -105,3 +117,74 @@ def test_microbatches_in_flight_are_those_of_the_schedule():
     for rank in range(2):
         bounds = [in_flight_bound(name, rank, 2, 4) for name in ("gpipe", "1f1b", "zb-h1")]
         assert found[rank] == [*bounds, in_flight_bound("interleaved", rank, 2, 4, 2)]
+
+
+class Bigrams(nn.Cell):
+    """A model that is not ours: a table that is also the head, and a bias that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Embedding(11, 6, init_std=0.5)
+        self.layers = nn.CellList([Linear(6, 6, bias=True, init_std=0.4) for _ in range(3)])
+        self.head = Linear(6, 11, bias=False, init_std=0.5, weight=self.table.weight)
+        name_parameters_by_path(self)
+        initialise(self, 3)
+        self.layers[1].bias.requires_grad = False
+
+    def construct(self, input_ids):
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+BIGRAMS = Chain(
+    blocks="layers",
+    first=("table",),
+    last=("head",),
+    begin=lambda cell, inputs: cell.table(inputs["input_ids"]),
+    context=lambda cell, hidden, inputs: (),
+    end=lambda cell, hidden: cell.head(hidden),
+)
+
+
+def bigram_engines(comm):
+    """One engine of the plain model on this rank alone, and one of the model over two stages."""
+    pmesh, alone = ProcessMesh(Mesh(pp=2), comm), comm.new_group((comm.rank,), "alone")
+    values = {name: param.asnumpy().reshape(-1) for name, param in Bigrams().parameters_and_names()}
+    options = {"comm": comm, "groups": Groups(alone, alone)}
+
+    def source(name, start, stop):
+        return values[name][start:stop]
+
+    model, part = Bigrams(), split_model(Bigrams(), BIGRAMS, pmesh)
+    plain = Sharded(model, source, Options(1), **options)
+    yield EagerEngine(model, plain, SGD(plain), comm=comm, group=alone)
+    sharded = Sharded(part.cell, source, Options(1), placements=part.placements, **options)
+    stages = {"stages": pmesh.group("pp"), "schedule": lambda count: build("1f1b", 2, count)}
+    yield PipelineEngine(part, sharded, SGD(sharded), comm=comm, group=alone, **stages)
+
+
+def train_bigrams(comm):
+    launch_blocking()
+    found = []
+    for engine in bigram_engines(comm):
+        history = []
+        for step in range(4):
+            for microbatch in range(3):
+                rng = np.random.default_rng(10 * step + microbatch)
+                ids, labels = rng.integers(0, 11, (2, 2, 4 + microbatch)).astype(np.int32)
+                engine.forward_backward(ids, labels, weight=0.05, last=microbatch == 2)
+            summary = engine.reduce()
+            history.append([summary.loss, summary.sum_of_squares])
+            engine.update(lr=0.1, grad_scale=1.0)
+        found.append([history, engine.loss_sum(ids, labels)])
+    return found
+
+
+def test_a_model_of_ones_own_is_split_by_its_chain():
+    found = run_workers(2, train_bigrams, timeout_s=100)
+    assert found[0][1] == found[1][1]
+    (history, evaluated), (expected, reference) = found[0][1], found[0][0]
+    np.testing.assert_allclose(history, expected, rtol=1e-5)
+    assert evaluated == pytest.approx(reference, rel=1e-6) and expected[0] != expected[3]
