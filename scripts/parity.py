@@ -1,6 +1,6 @@
 """Certify that layouts train like plain single-process training. See ``ms_zero/testing/parity.py``.
 
-    python scripts/parity.py --matrix data [--quick] [--json PATH]
+    python scripts/parity.py --matrix data|parallel [--quick] [--json PATH]
 
 Prints one line a case and, for a case that differs, the first divergence. Exits with status 1 if any differs.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ms_zero.testing.parity import Case, Plan, Result, run_cases
+from ms_zero.testing.tensor_matrix import tensor_cases
 
 # AdamW divides by the root of the second moment: where a true gradient is zero, eps decides whether rounding
 # noise becomes an update. With 1e-4 it does not, and parameters can be compared.
@@ -82,7 +83,12 @@ def document_cases(folder: Path) -> list[Case]:
     ]
 
 
-MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {"data": data_cases}
+def parallel_cases(quick: bool, scratch: Path) -> list[Case]:
+    """Tensor and sequence parallelism, alone and with data parallelism."""
+    return tensor_cases(quick)
+
+
+MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {"data": data_cases, "parallel": parallel_cases}
 KINDS = ("loss", "grad_norm", "grad", "param")
 
 
