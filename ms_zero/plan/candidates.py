@@ -95,11 +95,22 @@ def zero_variants(layout: Layout, space: Space) -> Iterator[Layout]:
         yield layout.replace(zero_stage=3, dp_shard=near, dp_replicate=layout.dp // near)
 
 
+def recompute_choices(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """Of RECOMPUTE what the engine does under a schedule.
+
+    A pipeline recomputes all blocks of a stage or none, and zb-h1, which goes backwards twice through what
+    was recorded, none.
+    """
+    if layout.pp == 1:
+        return RECOMPUTE
+    return RECOMPUTE[:1] if layout.schedule == "zb-h1" else (RECOMPUTE[0], RECOMPUTE[-1])
+
+
 def variants(layout: Layout, space: Space) -> Iterator[Layout]:
     """Everything that a skeleton may shard, recompute and offload."""
     for base in zero_variants(layout, space):
         for offload in OFFLOAD if space.offload else OFFLOAD[:1]:
-            for kind, every in RECOMPUTE:
+            for kind, every in recompute_choices(layout):
                 yield with_offload(base.replace(recompute=kind, recompute_every=every), offload)
 
 
@@ -123,7 +134,7 @@ def smallest(layout: Layout, space: Space) -> tuple[Layout, ...]:
     With few ranks to shard over, what stage 3 gathers may cost more than it saves; with activations on the
     host, recompute may save nothing more and still need room to rebuild a layer.
     """
-    kind, every = RECOMPUTE[-1]
+    kind, every = recompute_choices(layout)[-1]
     found: list[Layout] = []
     for stage in (3, 1) if layout.dp * layout.cp > 1 else (0,):
         plain = layout.replace(zero_stage=stage)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ms_zero.errors import UserError
+from ms_zero.plan.candidates import recompute_choices
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.memory import MemoryModel
 from ms_zero.plan.report import size_unit
@@ -58,8 +59,23 @@ def single_changes(layout: Layout, memory: MemoryModel) -> Iterator[tuple[str, L
     """Layouts that differ in one decision and train the same batch, as (what to do, layout)."""
     for text, changes in _changes(layout):
         changed = layout.replace(**changes)
-        if not changed.violations(memory.shape):
+        if _may_recompute(changed) and not changed.violations(memory.shape) and _has_a_plan(changed, memory):
             yield text, changed
+
+
+def _may_recompute(layout: Layout) -> bool:
+    """Whether the engine does this kind of recompute under this schedule."""
+    kinds = dict(recompute_choices(layout))
+    return layout.pp == 1 or layout.recompute in kinds or (layout.recompute == "selective" and len(kinds) > 1)
+
+
+def _has_a_plan(layout: Layout, memory: MemoryModel) -> bool:
+    """Whether a budget of recompute, if there is one, is enough."""
+    try:
+        memory.peak(layout)
+    except UserError:
+        return False
+    return True
 
 
 def _changes(layout: Layout) -> Iterator[tuple[str, dict[str, object]]]:
@@ -118,7 +134,7 @@ def _memory_remedies(
         verdict = "" if capacity is None else " (does not fit yet)" if misses else " (fits)"
         yield f"{text}: {now / size:.1f} -> {peak / size:.1f} {unit}{change}{verdict}"
     shorter = layout.seq_len // 2
-    if shorter >= 1:
+    if shorter >= 1 and _has_a_plan(layout.replace(seq_len=shorter), memory):
         peak = memory.peak(layout.replace(seq_len=shorter))
         yield f"data.seq_len {shorter}: {now / size:.1f} -> {peak / size:.1f} {unit}, another training"
 

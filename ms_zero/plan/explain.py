@@ -66,20 +66,24 @@ def _question(plan: Plan) -> Iterator[str]:
 
 def layout_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str]:
     """One line a candidate: its layout and what limits it."""
-    rows = [("", "layout", "tok/s/device", "MFU", "step", "memory", "limited by")]
-    for number, each in enumerate(candidates, 1):
-        rows.append(
-            (
-                str(number),
-                describe(each.layout),
-                f"{each.time.tokens_per_second_per_device:.0f}",
-                f"{100 * each.time.mfu:.1f}%",
-                f"{each.time.step:.2f} s",
-                f"{each.memory / 1e9:.1f} GB",
-                limit_of(plan, each),
-            )
+    yield from table(layout_rows(plan, candidates))
+
+
+def layout_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
+    """The titles of the columns, then the cells of each candidate."""
+    titles = ("", "layout", "tok/s/device", "MFU", "step", "memory", "limited by")
+    return [titles] + [
+        (
+            str(number),
+            describe(each.layout),
+            f"{each.time.tokens_per_second_per_device:.0f}",
+            f"{100 * each.time.mfu:.1f}%",
+            f"{each.time.step:.2f} s",
+            f"{each.memory / 1e9:.1f} GB",
+            limit_of(plan, each),
         )
-    yield from table(rows)
+        for number, each in enumerate(candidates, 1)
+    ]
 
 
 def describe(layout: Layout) -> str:
@@ -97,8 +101,9 @@ def describe(layout: Layout) -> str:
         parts.append(f"recompute {layout.recompute}{every}")
     if layout.optimizer_offload:
         parts.append(f"{100 * layout.optimizer_offload:.0f}% of the optimizer on {layout.offload_to}")
-    if layout.activation_offload:
-        parts.append("activations on the host")
+    if layout.activation_offload or layout.activation_bits:
+        how = f" in {layout.activation_bits} bits" if layout.activation_bits else ""
+        parts.append(f"activations{how}{' on the host' if layout.activation_offload else ''}")
     if layout.parameter_offload:
         parts.append("weights on the host")
     return ", ".join(parts)
@@ -113,7 +118,7 @@ def time_lines(report: TimeReport) -> Iterator[str]:
             yield f"  {cause:18s} {seconds:9.3f} s  {100 * seconds / report.step:5.1f}%"
     yield (
         f"  {report.tokens_per_second_per_device:.0f} tokens/s/device, "
-        f"{report.flops_per_device / 1e12:.0f} TFLOP/s/device, MFU {100 * report.mfu:.1f}%"
+        f"{report.flops_per_device / 1e12:.3g} TFLOP/s/device, MFU {100 * report.mfu:.1f}%"
     )
 
 
@@ -122,7 +127,7 @@ def traffic_line(shape: ModelShape, layout: Layout, parameters: float) -> Iterat
     sent = {axis: size for axis, size in step_bytes(shape, layout, parameters).items() if size}
     if sent:
         yield "a device sends in a step: " + ", ".join(
-            f"{axis} {size / 1e9:.3g} GB" for axis, size in sent.items()
+            f"{axis} {size / size_unit(size)[0]:.3g} {size_unit(size)[1]}" for axis, size in sent.items()
         )
 
 

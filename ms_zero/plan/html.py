@@ -12,11 +12,11 @@ from pathlib import Path
 from ms_zero.errors import UserError
 from ms_zero.pipeline.schedule import Timeline, build
 from ms_zero.plan.draw import COLOURS
-from ms_zero.plan.explain import count_text, describe
+from ms_zero.plan.explain import count_text, describe, layout_rows
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import count_parameters
 from ms_zero.plan.pipeline import timeline_of
-from ms_zero.plan.planner import Plan, limit_of
+from ms_zero.plan.planner import Plan
 from ms_zero.plan.report import PARTS
 from ms_zero.plan.search import Candidate, trade_offs
 
@@ -86,19 +86,9 @@ def _summary(plan: Plan) -> str:
 
 
 def _table(plan: Plan, shown: Sequence[Candidate]) -> str:
-    head = ("", "layout", "tokens/s/device", "MFU", "step", "memory", "limited by")
-    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    for number, each in enumerate(shown, 1):
-        cells = (
-            str(number),
-            describe(each.layout),
-            f"{each.time.tokens_per_second_per_device:.0f}",
-            f"{100 * each.time.mfu:.1f}%",
-            f"{each.time.step:.2f} s",
-            f"{each.memory / 1e9:.1f} GB",
-            limit_of(plan, each),
-        )
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    titles, *cells = layout_rows(plan, shown)
+    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in titles)]
+    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
     return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
 
 

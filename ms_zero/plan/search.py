@@ -19,6 +19,7 @@ from ms_zero.plan.candidates import (
     RECOMPUTE,
     Offload,
     Space,
+    recompute_choices,
     skeleton_of,
     skeletons,
     smallest,
@@ -157,7 +158,8 @@ def quickest_variant(
     tried = 0
     offloads = OFFLOAD if space.offload and capacity.host else OFFLOAD[:1]
     for base in zero_variants(layout, space):
-        left = {False: tuple(range(len(RECOMPUTE))), True: tuple(range(len(RECOMPUTE)))}
+        kinds = tuple(range(len(recompute_choices(layout))))
+        left = {False: kinds, True: kinds}
         for offload in offloads:
             tried += 1
             if time.step_seconds(with_offload(base, replace(offload, activations=False))) >= limit:
@@ -215,8 +217,9 @@ def _fitting(
     base: Layout, offload: Offload, memory: Memory, capacity: Capacity, kinds: tuple[int, ...]
 ) -> Iterator[tuple[int, Layout, float]]:
     """Kinds of recompute with which a variant fits into a device, least first: number, layout, bytes."""
+    choices = recompute_choices(base)
     for number in kinds:
-        kind, every = RECOMPUTE[number]
+        kind, every = choices[number]
         variant = with_offload(base.replace(recompute=kind, recompute_every=every), offload)
         peak = memory.peak(variant)
         if peak <= capacity.device:

@@ -56,6 +56,14 @@ def test_memory_remedies_say_what_the_model_says():
         assert MEMORY.peak(changes[name]) < MEMORY.peak(BIG)
 
 
+def test_changes_that_break_a_budget_of_recompute_are_left_out():
+    tight = MEMORY.report(BIG.replace(recompute="full", micro_batch_size=4)).worst.parts["activations"]
+    layout = BIG.replace(recompute="budget", recompute_budget=2 * tight)
+    names = [name for name, _ in single_changes(layout, MEMORY)]
+    assert "train.micro_batch_size 2" in names and "train.micro_batch_size 8" not in names
+    assert ask("memory", layout=layout)
+
+
 def test_memory_remedies_work_without_a_device():
     lines = ask("memory", time=None, capacity=None)
     assert lines and "step time" not in "".join(lines) and "fit" not in "".join(lines)

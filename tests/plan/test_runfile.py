@@ -1,11 +1,15 @@
 """Run files that the planner writes: accepted by our own config, or exact about what is not."""
 
+from dataclasses import replace
+
 import pytest
 
 from ms_zero.config import check_config, load_config
 from ms_zero.errors import UserError
+from ms_zero.plan.layout import Layout
 from ms_zero.plan.planner import Request, make_plan
-from ms_zero.plan.runfile import run_file, write_run_file
+from ms_zero.plan.run import layout_of
+from ms_zero.plan.runfile import layout_keys, run_file, split_keys, write_run_file
 
 
 def plan(model, devices, seq_len, **options):
@@ -47,10 +51,33 @@ def test_what_lint_refuses_has_been_said(parallel, tmp_path):
     assert [str(each) for each in findings if str(each) not in said] == []
 
 
+def test_a_pipeline_is_written_with_its_schedule(parallel, tmp_path):
+    path = tmp_path / "run.yaml"
+    assert write_run_file(parallel, path) == []
+    loaded = load_config(path, world_size=256)
+    layout = parallel.choice.layout
+    assert layout.pp > 1 and layout.tp > 1
+    assert layout_of(loaded.config).replace(precision=layout.precision, sync_each_microbatch=None) == layout
+
+
+@pytest.mark.parametrize("model", ["llama2-7b", "gpt3-13b", "llama-70b", "gpt3-175b"])
+@pytest.mark.parametrize("devices", [8, 64, 512])
+def test_what_is_recommended_is_accepted(model, devices, tmp_path):
+    made = plan(model, devices, 2048)
+    if made.choice is not None:
+        assert write_run_file(made, tmp_path / "run.yaml") == []
+
+
+def test_what_has_no_key_is_named():
+    known, missing = split_keys(layout_keys(Layout(seq_len=8, ep=4, dp_shard=4), "bf16"))
+    assert missing == ["parallel.ep: 4"]
+    assert known["parallel"]["dp_shard"] == 4 and known["precision"] == {"policy": "bf16"}
+
+
 def test_what_has_no_key_is_named_in_the_file_too(parallel):
-    written = run_file(parallel, "runs/x")
-    for line in written.missing:
-        assert f"# not in this version: {line}" in written.text
+    choice = replace(parallel.choice, layout=parallel.choice.layout.replace(ep=4))
+    written = run_file(replace(parallel, choice=choice), "runs/x")
+    assert "# not in this version: parallel.ep: 4" in written.text
 
 
 def test_the_batch_algebra_is_kept(parallel, tmp_path):

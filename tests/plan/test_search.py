@@ -7,9 +7,9 @@ import pytest
 from ms_zero.hardware import load_device
 from ms_zero.plan.candidates import (
     OFFLOAD,
-    RECOMPUTE,
     Space,
     divisors,
+    recompute_choices,
     skeleton_of,
     skeletons,
     smallest,
@@ -97,7 +97,7 @@ def test_the_pruning_holds_what_it_assumes(case):
             for offload in (each for each in OFFLOAD if not each.activations):
                 kinds = [
                     with_offload(base.replace(recompute=kind, recompute_every=every), offload)
-                    for kind, every in RECOMPUTE
+                    for kind, every in recompute_choices(base)
                 ]
                 steps = [case.time.estimate(layout).step for layout in kinds]
                 assert steps == sorted(steps)
@@ -140,7 +140,7 @@ def test_degrees_stay_where_they_may():
 def test_variants_belong_to_their_skeleton_and_are_valid(case):
     for skeleton in list(skeletons(case.shape, case.space))[::7]:
         layouts = list(case.variants(skeleton))
-        assert len(set(map(repr, layouts))) > 1
+        assert len(set(map(repr, layouts))) == len(layouts) or case.space.offload
         for layout in layouts:
             assert skeleton_of(layout) == skeleton
             assert layout.devices == case.space.devices
