@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = range(4)
-RATIOS = {f"stage{stage}_over_stage0" for stage in (1, 2, 3)} | {"offload_cpu_over_none", "offload_nvme_over_none"}
+RATIOS = {"offload_cpu_over_none", "offload_nvme_over_none"} | {f"stage{n}_over_stage0" for n in (1, 2, 3)}
 SHARES = {f"overhead_{kind}stage{stage}" for kind in ("", "cpu_") for stage in STAGES}
 TRAFFIC = {f"traffic_stage{stage}_over_theory" for stage in STAGES}
 GROWTH = {"live_tensor_growth", "rss_bytes_per_step", "rss_bytes_per_step_plain"}
