@@ -1,4 +1,6 @@
-"""A small model with everything that is awkward to shard, and plain training of it in numpy-free MindSpore."""
+"""A small model with everything that is awkward to shard, and plain training of it in plain MindSpore."""
+
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -14,8 +16,8 @@ class Block(nn.Cell):
 
     def __init__(self, rng, number):
         super().__init__()
-        shape = (WIDTH, WIDTH)
-        self.weight = Parameter(Tensor(rng.standard_normal(shape).astype(np.float32) * 0.3), name=f"w{number}")
+        weight = rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.3
+        self.weight = Parameter(Tensor(weight), name=f"w{number}")
         self.gate = Parameter(Tensor(np.float32(0.5 + number)), name=f"g{number}")
         self.bias = Parameter(Tensor(rng.standard_normal(WIDTH).astype(np.float32)), name=f"b{number}")
         self.matmul = ops.MatMul(False, True)
@@ -96,7 +98,7 @@ def plain_training(steps, lr, seed=3):
     losses = []
     for step in range(steps):
         ids, labels = batch(step)
-        value, grads = ms.value_and_grad(lambda: loss_of(model, ids, labels), None, params)()
+        value, grads = ms.value_and_grad(partial(loss_of, model, ids, labels), None, params)()
         losses.append(float(value.asnumpy()))
         for param, grad in zip(params, grads, strict=True):
             param.set_data(Tensor(param.asnumpy() - np.float32(lr) * grad.asnumpy()))

@@ -34,7 +34,8 @@ def train(comm, options, *, mesh=None, accumulation=1, policy=None, leaves=False
     for step in range(steps):
         ids, labels = batch(step)
         mine = slice(comm.rank * ROWS // comm.world_size, (comm.rank + 1) * ROWS // comm.world_size)
-        parts = list(zip(np.split(ids[mine], accumulation), np.split(labels[mine], accumulation), strict=True))
+        columns = np.split(ids[mine], accumulation), np.split(labels[mine], accumulation)
+        parts = list(zip(*columns, strict=True))
         total = 0.0
         for number, (x, y) in enumerate(parts, 1):
             with model.record():

@@ -41,7 +41,7 @@ def step(model, optimizer, microbatches):
 
 
 def measure(comm):
-    """(case, bytes sent, theory) of many layouts; the second step of each, when gathering ahead is at work."""
+    """(case, bytes sent, theory) of many layouts; of the second step, when gathering ahead is at work."""
     found = []
     mesh = Mesh(dp_replicate=2, dp_shard=2) if comm.world_size == 4 else Mesh(dp_shard=comm.world_size)
     cases = [
