@@ -1,7 +1,5 @@
 """A small model with everything that is awkward to shard, and plain training of it in plain MindSpore."""
 
-from functools import partial
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -98,7 +96,11 @@ def plain_training(steps, lr, seed=3):
     losses = []
     for step in range(steps):
         ids, labels = batch(step)
-        value, grads = ms.value_and_grad(partial(loss_of, model, ids, labels), None, params)()
+
+        def loss(ids=ids, labels=labels):
+            return loss_of(model, ids, labels)
+
+        value, grads = ms.value_and_grad(loss, None, params)()
         losses.append(float(value.asnumpy()))
         for param, grad in zip(params, grads, strict=True):
             param.set_data(Tensor(param.asnumpy() - np.float32(lr) * grad.asnumpy()))
