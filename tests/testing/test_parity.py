@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from ms_zero.testing import parity
-from ms_zero.testing.parity import Case, Plan, Tolerance, Trace, compare, run_cases
+from ms_zero.testing.parity import (
+    Case,
+    Plan,
+    Result,
+    Tolerance,
+    Trace,
+    bitwise_difference,
+    bitwise_groups,
+    compare,
+    run_cases,
+    scale_histories,
+)
 
 SMALL = (
     "model.num_layers=1",
@@ -25,7 +36,8 @@ def case(world_size, *layout):
 def trace(**changes):
     rng = np.random.default_rng(1)
     tensors = {"a": rng.standard_normal((3, 4)).astype(np.float32), "b": np.zeros(2, np.float32)}
-    values = {"losses": [3.0, 2.0], "grad_norms": [1.0, 0.5], "grads": tensors, "params": tensors}
+    numbers = {"losses": [3.0, 2.0], "grad_norms": [1.0, 0.5], "scales": [1.0, 1.0]}
+    values = {**numbers, "grads": tensors, "params": tensors}
     return Trace(**values | changes)
 
 
@@ -36,9 +48,9 @@ def changed(name, index, delta):
 
 
 def test_equal_traces_have_no_difference():
-    result = compare(case(1), trace(), trace(), Tolerance())
+    result = compare(Result(case(1)), trace(), trace(), Tolerance())
     assert result.divergence is None
-    assert result.max_rel == {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
+    assert result.max_rel == {"loss": 0.0, "grad_norm": 0.0, "scale": 0.0, "grad": 0.0, "param": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,7 @@ def test_equal_traces_have_no_difference():
     ],
 )
 def test_the_first_difference_is_named_with_both_values(changes, what, where):
-    result = compare(case(1), trace(**changes), trace(), Tolerance())
+    result = compare(Result(case(1)), trace(**changes), trace(), Tolerance())
     assert (result.divergence.what, result.divergence.where) == (what, where)
     assert result.divergence.value != result.divergence.reference
 
@@ -62,18 +74,18 @@ def test_the_first_difference_is_named_with_both_values(changes, what, where):
     [("loss", {"losses": [3.0, np.nan]}), ("param", {"params": changed("a", (1, 1), np.nan)})],
 )
 def test_nan_is_an_infinite_difference(kind, changes):
-    assert compare(case(1), trace(**changes), trace(), Tolerance()).max_rel[kind] == np.inf
+    assert compare(Result(case(1)), trace(**changes), trace(), Tolerance()).max_rel[kind] == np.inf
 
 
 def test_a_reference_of_zero_is_compared_absolutely():
     zero = {"grad_norms": [0.0, 0.5]}
-    assert compare(case(1), trace(**zero), trace(**zero), Tolerance()).divergence is None
-    result = compare(case(1), trace(grad_norms=[0.25, 0.5]), trace(**zero), Tolerance())
+    assert compare(Result(case(1)), trace(**zero), trace(**zero), Tolerance()).divergence is None
+    result = compare(Result(case(1)), trace(grad_norms=[0.25, 0.5]), trace(**zero), Tolerance())
     assert result.max_rel["grad_norm"] == 0.25 and result.divergence.where == "step 1"
 
 
 def test_noise_in_a_parameter_without_gradient_is_measured_against_the_model():
-    result = compare(case(1), trace(grads=changed("b", 0, 1e-9)), trace(), Tolerance())
+    result = compare(Result(case(1)), trace(grads=changed("b", 0, 1e-9)), trace(), Tolerance())
     assert result.divergence is None
     assert 0 < result.max_rel["grad"] < 1e-6
 
@@ -94,9 +106,61 @@ def train_with_gradients_averaged_twice(comm, jobs, steps, gradient_step):
 
     forward_backward = EagerEngine.forward_backward
 
-    def halved(self, *args, weight, last):
-        forward_backward(self, *args, weight=weight / comm.world_size, last=last)
+    def halved(self, *args, weight, **rest):
+        forward_backward(self, *args, weight=weight / comm.world_size, **rest)
 
     EagerEngine.forward_backward = halved
     found = parity.train_cases(comm, jobs, steps, gradient_step)
-    return [([loss * comm.world_size for loss in losses], norms) for losses, norms in found]
+    return [{**each, "losses": [loss * comm.world_size for loss in each["losses"]]} for each in found]
+
+
+def test_an_overflow_counts_as_such_whether_it_is_inf_or_nan():
+    norms = [[float("inf"), 0.5], [float("nan"), 0.5]]
+    ours, theirs = (trace(grad_norms=values) for values in norms)
+    assert compare(Result(case(1)), ours, theirs, Tolerance()).divergence is None
+    result = compare(Result(case(1)), ours, trace(), Tolerance())
+    assert result.divergence.what == "grad_norm"
+
+
+def test_the_first_step_has_a_limit_of_its_own():
+    tolerance = Tolerance(loss=1e-2, first=1e-5)
+    late = compare(Result(case(1)), trace(losses=[3.0, 2.001]), trace(), tolerance)
+    early = compare(Result(case(1)), trace(losses=[3.001, 2.0]), trace(), tolerance)
+    assert late.divergence is None and early.divergence.where == "step 1"
+
+
+def test_other_loss_scales_diverge_however_little():
+    result = compare(Result(case(1)), trace(scales=[1.0, 0.5]), trace(), Tolerance(first=1.0))
+    assert (result.divergence.what, result.divergence.where) == ("scale", "step 2")
+
+
+def judged(name, group, **changes):
+    found = trace(**changes)
+    described = Case(name, 1, "runs/quickstart", SMALL, group=group)
+    return Result(described, digests=found.digests(), scales=tuple(found.scales))
+
+
+def test_a_group_shows_its_first_difference_in_a_bit():
+    one_bit = {"params": changed("a", (0, 0), 1e-7)}
+    results = [judged("plain", "x"), judged("same", "x"), judged("other", "x", **one_bit)]
+    results.append(judged("alone", "y"))
+    groups = bitwise_groups([*results, judged("no group", "")])
+    assert list(groups) == ["x"]
+    assert bitwise_difference(results[:2]) == ""
+    assert bitwise_difference(groups["x"]) == "plain and other differ in param"
+
+
+def test_layouts_that_disagree_about_the_loss_scale_are_told():
+    same = [judged("one", ""), judged("two", "")]
+    assert [len(each) for each in scale_histories(same).values()] == [1]
+    other = judged("three", "", scales=[1.0, 2.0])
+    assert [len(each) for each in scale_histories([*same, other]).values()] == [2]
+
+
+def test_frozen_parameters_stay_and_16_bits_repeat_the_roundings():
+    layout = ("train.accumulation_steps=1", "parallel.zero_stage=3")
+    problem = (*SMALL, "precision.policy=bf16")
+    frozen = Case("frozen", 2, "runs/quickstart", problem, layout, frozen=("*.mlp.*",))
+    (result,) = run_cases([frozen], Plan(steps=2, gradient_step=1))
+    assert result.divergence is None and result.precision == "bf16"
+    assert result.max_rel["grad"] < 1e-6 < result.max_rel["fp32 grad"]
