@@ -99,3 +99,27 @@ def test_the_program_of_the_translation_page_runs(capsys):
     (program,) = blocks("translate.md", "python")
     exec(compile(program, "translate.md", "exec"), {})
     assert capsys.readouterr().out == "8 3 4\n64 6\n"
+
+
+def test_the_run_files_and_commands_of_the_zero_page_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name, text in zip(("zero3.yaml", "offloaded.yaml"), blocks("zero.md", "yaml"), strict=True):
+        (tmp_path / name).write_text(text)
+        load_config(tmp_path / name, world_size=2)
+    printed = ""
+    for command in [line for block in blocks("zero.md", "bash") for line in block.splitlines()]:
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+        printed += shown.stdout
+    for line in blocks("zero.md", "text")[0].splitlines():
+        assert line in printed.splitlines()
+
+
+def test_the_program_of_the_zero_page_runs(tmp_path):
+    (program,) = blocks("zero.md", "python")
+    (tmp_path / "program.py").write_text(program)
+    shown = run(f"{sys.executable} program.py", tmp_path)
+    assert "learns: True" in shown.stdout, shown.stdout + shown.stderr
+    # Half of the master weights and moments of 161 parameters, up to the rounding of each bucket.
+    assert abs(int(shown.stdout.split("device: ")[1].split()[0]) - 161 * 12 / 2) < 100
