@@ -455,7 +455,7 @@ class OffloadConfig:
         used_when=("optimizer", ("cpu", "nvme")),
     )
     nvme_path: str | None = key(
-        "Folder for the files of optimizer state, one sub-folder a rank; on a local disk.",
+        "Folder for the files of optimizer state, one a rank and without a name; on a local disk.",
         default=None,
         used_when=("optimizer", ("nvme",)),
     )
