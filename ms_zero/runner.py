@@ -19,6 +19,7 @@ from ms_zero.kernels import default_target
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
 from ms_zero.optim.schedule import Schedule
 from ms_zero.plan.flops import train_flops_per_token
+from ms_zero.recipes.account import account, sent_bytes
 from ms_zero.recipes.build import DATA_AXES, build_engine
 from ms_zero.trainer import StepResult, Trainer
 
@@ -126,6 +127,7 @@ class _Session:
     def __init__(self, loaded: Loaded, comm: Communicator) -> None:
         config = self.config = loaded.config
         self.comm = comm
+        self.has_account = False  # of what a step sends and holds
         self.output = Path(config.train.output_dir)
         self.text = load_data(config)
         _check_same_everywhere(comm, config, self.text)
@@ -213,7 +215,11 @@ class _Session:
         return interval > 0 and (result.step % interval == 0 or result.step == self.config.train.steps)
 
     def _timed_step(self, stop: StopFlag) -> StepResult:
+        sharded = self.trainer.engine.sharded
+        sent_before = sent_bytes(self.comm.counters, sharded)
         result = self.trainer.step(stop_requested=stop.requested)
+        if result.nonfinite is None and not self.has_account:
+            self._account(result, sent_bytes(self.comm.counters, sharded) - sent_before)
         rates = self.throughput.step(result.num_samples * self.config.data.seq_len)
         if result.nonfinite:
             self.monitor.event(
@@ -226,6 +232,18 @@ class _Session:
         if result.step % self.config.train.log_interval == 0 or result.step == self.config.train.steps:
             self.monitor.log(self._record(result, rates))
         return result
+
+    def _account(self, result: StepResult, sent: int) -> None:
+        """Tell once what a step sends and holds, beside the theory."""
+        rows = self.config.train.micro_batch_size * self.trainer.num_replicas
+        engine = self.trainer.engine
+        found = account(
+            engine.sharded, engine.optimizer, sent=sent, num_microbatches=result.num_samples // rows
+        )
+        for line in found.lines():
+            self.monitor.message(line)
+        self.monitor.note("account", **found.fields())
+        self.has_account = True
 
     def _record(self, result: StepResult, rates: Rates) -> StepRecord:
         progress, steps = self.trainer.progress, self.config.train.steps

@@ -18,7 +18,7 @@ the gathers of the units, which all ranks run in one order anyway.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mindspore as ms
 from mindspore import Tensor
@@ -84,6 +84,8 @@ class GradientReducer:
         self._complete: set[int] = set()  # not yet issued
         self._issued: set[int] = set()
         self._in_flight: deque[tuple[Bucket, Handle[Tensor]]] = deque()
+        #: The most bytes of gradients that were kept at the end of a microbatch so far.
+        self.most_bytes = 0
 
     def begin(self, *, last: bool) -> None:
         """Start a microbatch.
@@ -141,6 +143,7 @@ class GradientReducer:
         assert len(self._issued) == len(self.buckets)
         self._in_microbatch = False
         self._state = _COMPLETE if self._is_last else _PARTIAL
+        self.most_bytes = max(self.most_bytes, self._kept_bytes())
 
     def abandon(self) -> None:
         """The microbatch failed: what the step has gathered so far is of no use."""
@@ -174,10 +177,20 @@ class GradientReducer:
                 wire = as_dtype(bucket.reduced, self._wire_dtype)
                 bucket.reduced = as_dtype(self._comm.all_reduce(wire, group), self._kept_dtype)
 
-    def in_flight_bytes(self) -> int:
-        """Bytes of the chunks whose reduction is under way."""
-        size = {ms.float32: 4}.get(self._wire_dtype, 2)
-        return sum(size * (bucket.chunk[1] - bucket.chunk[0]) for bucket, _ in self._in_flight)
+    def held_bytes(self) -> int:
+        """Bytes of gradients, chunks whose reduction is under way included."""
+        return self._kept_bytes() + self._chunk_bytes(
+            bucket for bucket, _ in self._in_flight if bucket.reduced is not None
+        )
+
+    def _kept_bytes(self) -> int:
+        """The same without chunks on their way to be added to others."""
+        new = self._chunk_bytes(bucket for bucket, _ in self._in_flight if bucket.reduced is None)
+        return new + sum(bucket.buffers()["gradients"] for bucket in self.buckets)
+
+    def _chunk_bytes(self, buckets: Iterable[Bucket]) -> int:
+        size = 4 if self._wire_dtype == ms.float32 else 2
+        return sum(size * (bucket.chunk[1] - bucket.chunk[0]) for bucket in buckets)
 
     def _refuse(self, *states: str) -> None:
         if self._state in states:

@@ -301,8 +301,13 @@ class Sharded:
         """
         parts = [bucket.buffers() for bucket in self.all_buckets]
         held = {kind: sum(part[kind] for part in parts) for kind in parts[0]}
-        held["gradients"] += self._reducer.in_flight_bytes()
+        held["gradients"] = self._reducer.held_bytes()
         return {**held, "unsharded": self._windows.open_bytes()}
+
+    @property
+    def most_gradient_bytes(self) -> int:
+        """The most bytes of gradients that were kept at the end of a microbatch so far."""
+        return self._reducer.most_bytes
 
     @property
     def holds_initial_values(self) -> bool:

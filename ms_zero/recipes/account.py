@@ -1,0 +1,110 @@
+"""What a rank sends and holds for ZeRO, measured, beside what the theory says (`ms_zero.plan.zero`)."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from ms_zero.comm import Counters
+from ms_zero.monitor.units import format_bytes
+from ms_zero.optim.optimizer import Optimizer
+from ms_zero.plan.zero import held_bytes, step_traffic
+from ms_zero.precision.policy import BYTES
+from ms_zero.zero.sharded import Sharded
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes of one rank.
+
+    Attributes:
+        sent: in one step, over the groups that share parameters and gradients.
+        sent_theory: the same by the formulas.
+        weights: stored on the device.
+        host_weights: stored in host memory.
+        gradients: the most that was kept after a microbatch.
+        optimizer: place ("device", "host", "nvme") -> state there.
+        held_theory: weights, gradients and optimizer state, wherever they are, by the formulas.
+    """
+
+    sent: int
+    sent_theory: float
+    weights: int
+    host_weights: int
+    gradients: int
+    optimizer: Mapping[str, int]
+    held_theory: float
+
+    @property
+    def held(self) -> int:
+        """Weights, gradients and optimizer state, wherever they are."""
+        return self.weights + self.host_weights + self.gradients + sum(self.optimizer.values())
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        weights = format_bytes(self.weights)
+        if self.host_weights:
+            weights = f"{format_bytes(self.host_weights)} on the host"
+        places = " + ".join(f"{format_bytes(size)} {place}" for place, size in self.optimizer.items())
+        memory = (
+            f"memory per rank: weights {weights}, gradients {format_bytes(self.gradients)}, "
+            f"optimizer {places or '0B'}; together {format_bytes(self.held)}, "
+            f"theory {format_bytes(self.held_theory)}"
+        )
+        if not self.sent_theory:  # nobody to send to
+            return [memory]
+        sent, theory = format_bytes(self.sent), format_bytes(self.sent_theory)
+        return [f"traffic per step: {sent} sent per rank, theory {theory}", memory]
+
+    def fields(self) -> dict[str, Any]:
+        """For machines."""
+        return {**asdict(self), "held": self.held}
+
+
+def sent_bytes(counters: Counters, sharded: Sharded) -> int:
+    """Bytes that this rank has sent so far over the groups that share parameters and gradients."""
+    names = {sharded.groups.shard.name, sharded.groups.replica.name}
+    return sum(counters.total_bytes(group=name) for name in names)
+
+
+def account(sharded: Sharded, optimizer: Optimizer, *, sent: int, num_microbatches: int) -> Account:
+    """The account of one applied step of a rank.
+
+    Args:
+        sharded: after the step.
+        optimizer: of the same model.
+        sent: what :func:`sent_bytes` grew by in the step.
+        num_microbatches: of the step.
+    """
+    options, held = sharded.options, sharded.held_bytes()
+    degree, replicas = sharded.groups.shard.size, sharded.groups.replica.size
+    policy, psi = options.policy, sum(prod(shape) for shape in sharded.names.values())
+    traffic = step_traffic(
+        options.stage,
+        num_microbatches,
+        synchronise=options.synchronises,
+        reshard_after_forward=options.reshard_after_forward,
+        replicas=replicas,
+    )
+    sizes = {"weight": policy.weight_bytes, "wire": BYTES[policy.reduce], "kept": policy.gradient_bytes}
+    theory = held_bytes(
+        options.stage,
+        degree,
+        weight=policy.weight_bytes,
+        gradient=policy.gradient_bytes,
+        master=_FP32_BYTES if policy.keeps_master else 0,
+        moments=_FP32_BYTES * len(optimizer.moments),
+        synchronise=options.synchronises or num_microbatches == 1,
+    )
+    places = {place: sum(kinds.values()) for place, kinds in optimizer.held_bytes().items()}
+    return Account(
+        sent=sent,
+        sent_theory=traffic.sent_bytes(psi, degree, replicas, **sizes),
+        weights=held["weights"],
+        host_weights=held["host_weights"],
+        gradients=sharded.most_gradient_bytes,
+        optimizer={place: size for place, size in places.items() if size},
+        held_theory=theory.total * psi,
+    )
