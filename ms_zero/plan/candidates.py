@@ -42,7 +42,9 @@ class Space:
     global_batch_size: int
     devices_per_node: int
     precision: Precision = MIXED
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1")
+    # Not zb-h1: the engine cannot yet put off the gradients of weights without running them twice, so that
+    # what the schedule wins in the model it loses there.
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
     offload: bool = True
 
 

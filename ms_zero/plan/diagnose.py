@@ -111,8 +111,6 @@ def _changes(layout: Layout) -> Iterator[tuple[str, dict[str, object]]]:
             halved = {axis: 2 * getattr(layout, axis), "dp_shard": layout.dp_shard // 2}
             halved |= {"microbatches": 2 * count}
             yield text, halved | ({"sequence_parallel": True} if axis == "tp" else {})
-    if layout.pp > 1 and layout.schedule != "zb-h1" and layout.virtual_stages == 1:
-        yield "parallel.schedule zb-h1", {"schedule": "zb-h1"}
 
 
 def _memory_remedies(

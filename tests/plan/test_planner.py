@@ -45,13 +45,18 @@ def test_the_answer_names_layouts_limits_and_why_simpler_ones_lose(large):
     text = "\n".join(explain_plan(large))
     assert f"recommended: {describe(large.choice.layout)}" in text
     assert "ZeRO-2" in text and "out of memory by" in text and "in stage 0: weights" in text
-    assert "slower:" in text and "takes" in text
+    assert "as fast within 3%" in text and "takes" in text
     assert "2 T tokens take" in text
     assert f"{large.choice.time.days(2e12):.1f} days" in text
     assert "rule of thumb: 7-70B" in text
     assert large.request.tokens / large.choice.time.tokens_per_second / 86400 == pytest.approx(
         large.choice.time.days(2e12)
     )
+
+
+def test_what_is_slower_is_said_where_a_pipeline_wins():
+    text = "\n".join(explain_plan(make_plan(request("gpt3-175b", 256, 2048, tokens=3e11))))
+    assert "slower:" in text and "interleaved" in text and "zb-h1" not in text
 
 
 def test_the_impossible_says_what_would_make_it_possible(impossible):

@@ -25,7 +25,7 @@ def simple():
 
 @pytest.fixture(scope="module")
 def parallel():
-    return plan("llama-70b", 256, 4096, tokens=2e12)
+    return plan("gpt3-175b", 256, 2048, tokens=3e11)
 
 
 def test_a_data_parallel_plan_is_accepted_as_it_is(simple, tmp_path):
