@@ -398,7 +398,9 @@ class PrecisionConfig:
         used_when=("loss_scale", ("dynamic",)),
     )
     hysteresis: int = _count(
-        "Overflows until the scale halves.", default=2, used_when=("loss_scale", ("dynamic",))
+        "Overflows until the scale halves; with convention `torch` every one halves it.",
+        default=2,
+        used_when=("loss_scale", ("dynamic",)),
     )
     min_scale: float = key(
         "The scale never falls below.",

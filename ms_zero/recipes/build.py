@@ -205,7 +205,7 @@ def build_scaler(config: PrecisionConfig) -> LossScaler:
             config.loss_scale_convention,
             initial=config.initial_scale,
             window=config.growth_interval,
-            hysteresis=config.hysteresis,
+            hysteresis=None if config.loss_scale_convention == "torch" else config.hysteresis,
             minimum=config.min_scale,
         )
         return DynamicLossScaler(rule)

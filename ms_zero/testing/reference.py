@@ -86,7 +86,8 @@ class PlainScale:
         """Start as configured."""
         self._config = precision
         self.value = 1.0 if precision.loss_scale == "none" else precision.initial_scale
-        self._hysteresis, self._step, self._last_overflow = precision.hysteresis, 0, -1
+        self._patience = 1 if precision.loss_scale_convention == "torch" else precision.hysteresis
+        self._hysteresis, self._step, self._last_overflow = self._patience, 0, -1
 
     def follow(self, finite: bool) -> None:
         """Record the outcome of a step."""
@@ -103,7 +104,7 @@ class PlainScale:
             clean -= 1
         if clean > 0 and clean % self._config.growth_interval == 0:
             self.value *= 2
-            self._hysteresis = self._config.hysteresis
+            self._hysteresis = self._patience
 
     def _fall(self) -> None:
         self._last_overflow = self._step
