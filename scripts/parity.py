@@ -22,6 +22,7 @@ from ms_zero.testing.parity import (
     run_cases,
     scale_histories,
 )
+from ms_zero.testing.pipeline_matrix import pipeline_cases
 from ms_zero.testing.tensor_matrix import tensor_cases
 from ms_zero.testing.zero_matrix import zero_cases
 
@@ -94,8 +95,8 @@ def document_cases(folder: Path) -> list[Case]:
 
 
 def parallel_cases(quick: bool, scratch: Path) -> list[Case]:
-    """Tensor and sequence parallelism, alone and with data parallelism."""
-    return tensor_cases(quick)
+    """Tensor, sequence and pipeline parallelism, alone, together and with data parallelism."""
+    return [*tensor_cases(quick), *pipeline_cases(quick)]
 
 
 MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {
