@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Fails the writes of optimizer state from the fourth sweep over the buckets.
 PROGRAM = """
-import errno, os, sys
+import errno, os, sys, types
 from ms_zero.zero import nvme
 from ms_zero.cli.main import main
 
@@ -20,7 +20,7 @@ calls, real = [], nvme.NvmeStates._write_region
 def write(self, region, buffer):
     calls.append(region)
     if len(calls) > 3 * len(self._regions):
-        nvme.os = type("full", (), {"pwrite": staticmethod(full), "fstat": os.fstat, "close": os.close})
+        nvme.os = types.SimpleNamespace(**{**vars(os), "pwrite": full})
     real(self, region, buffer)
 
 def full(*_):
