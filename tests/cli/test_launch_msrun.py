@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def test_killed_worker_ends_the_job_within_20_s_and_is_named(launcher, tmp_path)
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
     assert f"worker 0 (pid {victim}) failed first: killed by SIGKILL" in errors
-    assert "  | step 3 of rank 0" in errors
+    # Whichever steps are in the tail: the worker went on until the signal.
+    assert re.search(r"^  \| step \d+ of rank 0", errors, re.MULTILINE), errors
     assert not Path(f"/proc/{peer}").exists()
 
 
