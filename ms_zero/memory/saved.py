@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ def measure_saved(forward: Callable[[], Any]) -> tuple[list[SavedTensor], Any]:
     not count, nor does a storage count twice. What an autograd function keeps without ``save_for_backward``
     is not seen. Other saved-tensor hooks inside `forward`, as offload registers them, take precedence.
     """
-    before = set(_live_storages())
+    # Held to the end: a storage that was freed meanwhile would lend its address to a new one.
+    present = [tensor for tensor in live_tensors() if not tensor.is_meta]
+    before = {_storage(tensor)[0] for tensor in present}
     found: dict[int, tuple[Tensor, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -48,12 +50,6 @@ def live_tensors() -> list[Tensor]:
     """Every tensor that Python code can reach, parameters included."""
     gc.collect()
     return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-
-
-def _live_storages() -> Iterator[int]:
-    for tensor in live_tensors():
-        if not tensor.is_meta:
-            yield _storage(tensor)[0]
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
