@@ -2,7 +2,7 @@
 
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
-from ms_zero.kernels.buffers import copy_range
+from ms_zero.kernels.buffers import concat, copy_range, overwrite
 from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.embedding import Embedding
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
@@ -28,9 +28,11 @@ __all__ = [
     "SwiGLU",
     "adamw_update",
     "adamw_update_host",
+    "concat",
     "convert",
     "copy_range",
     "default_target",
+    "overwrite",
     "round_to",
     "sgd_update",
     "sgd_update_host",

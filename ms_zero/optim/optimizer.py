@@ -16,7 +16,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
@@ -156,7 +156,7 @@ class _Optimizer:
             grad_piece = kernels.copy_range(grad, part.start, part.stop)
             self._update_part(index, part, piece, grad_piece, hyper.step, scalars)
             updated.append(piece)
-        values.copy_(ops.cat(updated))
+        kernels.overwrite(values, kernels.concat(updated))
 
     def _update_part(
         self, index: int, part: _Part, values: Tensor, grad: Tensor, step: int, scalars: dict[str, float]
@@ -195,7 +195,7 @@ class _Optimizer:
         rounded = None if values.dtype == ms.float32 else _to_host(values)
         target = _to_host(as_dtype(values, ms.float32)) if master is None else master
         self._host_rule(target, *moments, _to_host(grad), step=step, low_precision=rounded, **scalars)
-        values.copy_(Tensor.from_numpy(target if rounded is None else rounded))
+        kernels.overwrite(values, Tensor.from_numpy(target if rounded is None else rounded))
 
     def _rule(self, param: Tensor, *vectors: Tensor, step: int, **scalars: Any) -> None:
         raise NotImplementedError

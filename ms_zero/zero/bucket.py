@@ -18,8 +18,9 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
+from ms_zero import kernels
 from ms_zero.zero.convert import as_dtype
 from ms_zero.zero.layout import BucketLayout
 
@@ -80,7 +81,7 @@ class Bucket:
         if self.on_host:
             self._host[...] = values.asnumpy()
         elif values is not self._device:
-            self._device.copy_(values)
+            kernels.overwrite(self._device, values)
 
     def fill(self, values: ValueSource) -> None:
         """Overwrite the store."""
@@ -112,7 +113,7 @@ class Bucket:
         if padding:
             parts.append(_zeros(padding, dtype))
         self._pending.clear()
-        return ops.cat(parts) if len(parts) > 1 else parts[0]
+        return kernels.concat(parts) if len(parts) > 1 else parts[0]
 
     @property
     def full_bytes(self) -> int:
