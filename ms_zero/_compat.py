@@ -158,8 +158,8 @@ def _end_hooks(hooks: Sequence) -> None:
 def reset_backward_hooks(cells: Iterable[nn.Cell]) -> None:
     """Forget that an exception broke off a backward.
 
-    A cell's hook is called for the gradient of its output and then for that of its input, and tells them apart
-    by counting; after an exception between the two it would take the next output for an input.
+    A cell's hook is called for the gradient of its output and then for that of its input, and tells them
+    apart by counting; after an exception between the two it would take the next output for an input.
     Checked on 2.10.0: ``Cell._cell_backward_hook``, attribute ``grad_output``.
     """
     for cell in cells:
