@@ -184,8 +184,8 @@ def test_a_signal_before_the_training_ends_at_once(options, monkeypatch):
 def test_gradients_that_stay_broken_end_the_run_and_every_skip_is_logged(options, tmp_path, monkeypatch):
     forward_backward = runner.build_engine
 
-    def broken(config, pmesh):
-        engine = forward_backward(config, pmesh)
+    def broken(*args):
+        engine = forward_backward(*args)
         original = engine.forward_backward
         engine.forward_backward = lambda *args, **options: original(*args, **{**options, "weight": np.nan})
         return engine
