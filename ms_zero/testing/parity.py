@@ -156,7 +156,7 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(),
     "bf16": Tolerance(loss=2e-4, grad_norm=5e-3, param=5e-3),
-    "fp16": Tolerance(loss=2e-5, grad_norm=5e-4, param=1e-3),
+    "fp16": Tolerance(loss=2e-5, grad_norm=2e-3, param=1e-3),
 }
 """By precision: from the reference that rounds at the same places.
 
