@@ -22,13 +22,16 @@ counts.
 - ``offload_cpu_over_none``, ``offload_nvme_over_none``: time of a step of stage 2 with the optimizer state in
   host memory, or in a file in the folder for temporary files.
 - ``live_tensor_growth``: tensors alive after 220 steps that were not after 20, the most of all stages, some
-  with recompute and offload. ``rss_bytes_per_step``: growth of resident memory meanwhile, the most of them;
-  ``rss_bytes_per_step_plain``: of a plain MindSpore loop with the same model, whose operators leak a little.
+  with recompute and offload, each in processes of its own. ``rss_bytes_per_step``: growth of resident memory
+  meanwhile, the most of them; ``..._plain``: of a plain MindSpore loop with the same model, whose operators
+  leak a little, ``..._bare``: of forward and backward alone, by the functions of MindSpore that the engine
+  uses.
 - ``fsdp2_over_ddp``: time of a step of PyTorch's ``fully_shard`` over its ``DistributedDataParallel``, the
   same model, sizes and dtype, gloo, two processes of one thread; left out where torch is not installed.
 """
 
 import argparse
+import ctypes
 import gc
 import importlib.util
 import json
@@ -41,6 +44,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,21 @@ STAGES = range(4)
 #: name -> dtype of weights, of gradients kept, bytes of the master copy
 PRECISIONS = {"": ("bf16", "bf16", 4), "_fp32_gradients": ("bf16", "fp32", 4), "_fp32": ("fp32", "fp32", 0)}
 WARM_UP = 20
-PLAIN = "plain MindSpore"
+GROWN = ("live_tensor_growth", "rss_bytes_per_step")
+PLAIN, BARE = "plain MindSpore", "forward and backward alone"
+#: Cases of growth.
+GROWTH = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 1 full recompute": {"stage": 1, "recompute": "full"},
+    "stage 2 selective recompute cpu": {"stage": 2, "recompute": "selective", "offload": "cpu"},
+    "stage 3 full recompute": {"stage": 3, "recompute": "full"},
+    "stage 3 bf16 nvme": {"stage": 3, "policy": "bf16", "offload": "nvme"},
+}
+#: Those of the quick mode.
+QUICK_GROWTH = ("stage 0", "stage 3 bf16 nvme")
 
 Step = Callable[[], object]
 
@@ -176,12 +194,12 @@ class Training:
         self.optimizer.step(lr=LR, clip_norm=CLIP)
 
 
-def bare_pass(comm: Any, shape: Mapping[str, int]) -> Step:
+def bare_pass(comm: Any, shape: Mapping[str, int], batch: int = BATCH) -> Step:
     """Forward and backward of the model that nobody has touched."""
     from ms_zero._compat import backward, clear_grads, tape
 
     model = build_model(shape)
-    loss, params = loss_of(model, tokens(comm.rank, BATCH, shape["vocab_size"])), model.trainable_params()
+    loss, params = loss_of(model, tokens(comm.rank, batch, shape["vocab_size"])), model.trainable_params()
 
     def run() -> None:
         with tape():
@@ -272,45 +290,36 @@ def held_between_microbatches(comm: Any, shape: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def growth(comm: Any, shape: Mapping[str, int], steps: int, folder: str) -> list[dict[str, Any]]:
-    """Live tensors and resident memory that a number of steps add, by case. Runs on the workers."""
-    from ms_zero.zero import HostStates, NvmeStates
-
-    cases = [
-        (PLAIN, None),
-        *((f"stage {stage}", {"stage": stage}) for stage in STAGES),
-        ("stage 1 full recompute", {"stage": 1, "recompute": "full"}),
-        ("stage 2 selective recompute cpu", {"stage": 2, "recompute": "selective", "offload": HostStates}),
-        ("stage 3 full recompute", {"stage": 3, "recompute": "full"}),
-        ("stage 3 bf16 nvme", {"stage": 3, "policy": "bf16", "offload": partial(NvmeStates, folder)}),
-    ]
-    return [{"case": name, **_growth_of(comm, shape, steps, options)} for name, options in cases]
-
-
-def _growth_of(
-    comm: Any, shape: Mapping[str, int], steps: int, options: dict[str, Any] | None
-) -> dict[str, float]:
+def growth(comm: Any, shape: Mapping[str, int], steps: int, folder: str, case: str) -> dict[str, Any]:
+    """Live tensors and resident memory that a number of steps add. Runs on the workers."""
     from ms_zero.monitor import host_rss_bytes
     from ms_zero.testing.live import live_storages
 
-    if options is None:
-        step = plain_step(comm, shape)
-    else:
-        offload = options.pop("offload", None)
-        training = Training(comm, shape, batch=1, offload=offload and offload(), **options)
-        step = training.step
+    made = LOOPS.get(case)
+    step = made(comm, shape) if made else training_of(comm, shape, folder, case).step
     counts = []
     for number in (WARM_UP, steps):
         for _ in range(number):
             step()
-        counts.append((len(live_storages()), host_rss_bytes()))
+        tensors = len(live_storages())
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in the heap does not count
+        counts.append((tensors, host_rss_bytes()))
     (tensors, resident), (later_tensors, later_resident) = counts
-    if options is not None:
-        training.optimizer.close()
     return {
+        "case": case,
         "live_tensor_growth": later_tensors - tensors,
         "rss_bytes_per_step": (later_resident - resident) / steps,
     }
+
+
+def training_of(comm: Any, shape: Mapping[str, int], folder: str, case: str) -> Training:
+    """The training of a case of growth."""
+    from ms_zero.zero import HostStates, NvmeStates
+
+    options = dict(GROWTH[case])
+    offload = {"cpu": HostStates, "nvme": partial(NvmeStates, folder), "none": lambda: None}
+    place = options.pop("offload", "none")
+    return Training(comm, shape, batch=1, offload=offload[place](), **options)
 
 
 def plain_step(comm: Any, shape: Mapping[str, int]) -> Step:
@@ -327,6 +336,10 @@ def plain_step(comm: Any, shape: Mapping[str, int]) -> Step:
         optimizer(gradients()[1])
 
     return step
+
+
+#: The loops that others write: nothing of them is this project's but the model.
+LOOPS = {PLAIN: plain_step, BARE: partial(bare_pass, batch=1)}
 
 
 def torch_worker(rank: int, port: int, shape: Mapping[str, int], rounds: int) -> dict[str, list[float]]:
@@ -445,14 +458,13 @@ def measure(quick: bool, rounds: int, steps: int, folder: str) -> dict[str, Any]
         held = run_workers(world_size, held_between_microbatches, shape, timeout_s=300)[0]
         metrics |= {f"bytes_per_param_{name}": alive for name, (alive, _) in held.items()}
         cases += [{"case": name, "bytes_per_param": held[name][0], "theory": held[name][1]} for name in held]
-    ranks = run_workers(WORKERS, growth, SMALL, steps, folder, timeout_s=900)
-    grown = [case for rank in ranks for case in rank]
+    grown = [
+        max(run_workers(WORKERS, growth, SMALL, steps, folder, name, timeout_s=300), key=itemgetter(*GROWN))
+        for name in (PLAIN, BARE, *(QUICK_GROWTH if quick else GROWTH))
+    ]
     cases += grown
-    ours = [case for case in grown if case["case"] != PLAIN]
-    resident = [case["rss_bytes_per_step"] for case in grown if case["case"] == PLAIN]
-    metrics["live_tensor_growth"] = max(case["live_tensor_growth"] for case in ours)
-    metrics["rss_bytes_per_step"] = max(case["rss_bytes_per_step"] for case in ours)
-    metrics["rss_bytes_per_step_plain"] = max(resident)
+    metrics |= {name: max(case[name] for case in grown[2:]) for name in GROWN}
+    metrics |= {f"{GROWN[1]}_{name}": case[GROWN[1]] for name, case in zip(("plain", "bare"), grown)}
     if importlib.util.find_spec("torch"):
         times = time_torch(quick, rounds)
         metrics["fsdp2_over_ddp"] = statistics.median(
