@@ -38,6 +38,8 @@ _ARGUMENTS = {
     "msz_linear_grad_input": "pppcnnn",
     "msz_linear_grad_weight": "pppcnnn",
     "msz_sum_rows": "ppcnn",
+    "msz_rows": "pppcnn",
+    "msz_sum_by_index": "pcppnnn",
     "msz_cast": "pcpcn",
     "msz_round_to": "ppcn",
 }
@@ -56,12 +58,22 @@ def call(name: str, *arguments: Tensor | float | None) -> int:
     """Call a function of the library with contiguous tensors, numbers and None (a null pointer).
 
     Returns its status: 0, or a code that the function documents. What no caller can mend fails an assertion.
+    Raises UserError for a parameter without storage.
     """
     finish_queued()
-    values = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+    values = [_address(each) if isinstance(each, Tensor) else each for each in arguments]
     status = _function(name)(*values, _ALL_THREADS)
     assert status == 0 or status <= -5, f"{name} returned {status}"
     return status
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        raise UserError(
+            f"kernels: a parameter of shape {list(tensor.shape)} has no values yet: call "
+            f"ms_zero.models.initialise(model, seed) or load some before the model is used"
+        )
+    return tensor.data_ptr()
 
 
 def dtype_code(tensor: Tensor) -> int:

@@ -6,44 +6,46 @@ Kept for backward by the CPU kernel: the indices.
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from ms_zero._compat import function_class
 from ms_zero.errors import UserError
+from ms_zero.kernels import cpu
 from ms_zero.kernels.dispatch import select
 from ms_zero.kernels.eager import EagerOrGraph
 from ms_zero.kernels.rounding import convert
 
-# Primitives hold no state between calls.
-_GATHER = ops.Gather()
-_SUM_BY_ROW = ops.UnsortedSegmentSum()
-
 
 class _EmbeddingFunction(function_class):
-    """MindSpore's gather; gradients of a row are added up in fp32, whatever the dtype of the table."""
+    """Gradients of a row are added up in fp32 and in order, whatever the dtype of the table."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
-        _check(indices, weight.shape[0])
+        _check(indices, weight)
+        indices = cpu.packed(indices if indices.dtype == ms.int32 else indices.astype(ms.int32))
         ctx.save_for_backward(indices)
-        ctx.rows = weight.shape[0]
-        # Through a view: an operator that infers abstractly remembers the dtype that a Parameter first had.
-        return _GATHER(weight.view(weight.shape), indices, 0)
+        ctx.rows, size = weight.shape
+        out = mint.empty((*indices.shape, size), dtype=weight.dtype)
+        code = cpu.dtype_code(weight)
+        cpu.call("msz_rows", cpu.packed(weight), indices, out, code, indices.size, size)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None
         (indices,) = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
-        if dy.dtype == ms.float32:
-            return _SUM_BY_ROW(rows, indices.reshape(-1), ctx.rows), None
-        grad = _SUM_BY_ROW(convert(rows, ms.float32), indices.reshape(-1), ctx.rows)
-        return convert(grad, dy.dtype), None
+        dy, size = cpu.packed(dy), dy.shape[-1]
+        grad = cpu.floats(ctx.rows, size)
+        code = cpu.dtype_code(dy)
+        cpu.call("msz_sum_by_index", dy, code, indices, grad, indices.size, ctx.rows, size)
+        return grad if dy.dtype == ms.float32 else convert(grad, dy.dtype), None
 
 
-def _check(indices: Tensor, rows: int) -> None:
-    values = indices.asnumpy()
+def _check(indices: Tensor, weight: Tensor) -> None:
+    if weight.ndim != 2:
+        raise UserError(f"embedding: the table is {list(weight.shape)}: expected [rows, H]")
+    values, rows = indices.asnumpy(), weight.shape[0]
     if values.size and (values.min() < 0 or values.max() >= rows):
         raise UserError(
             f"embedding: indices range from {values.min()} to {values.max()}, the table has rows 0 to "

@@ -62,6 +62,7 @@ def everything(library, threads):
     run("msz_sum_rows", x, dbias, 0, *rows)
     keep(dbias)
     keep(*linear(run, draw, new))
+    keep(*embedding(run, rng, draw, new))
     labels, log_sums, loss = rng.integers(0, 129, 300).astype(np.int32), new(300), new(1)
     run("msz_cross_entropy", x, 0, labels, -100, *rows, log_sums, loss)
     run("msz_cross_entropy_grad", x, 0, labels, -100, count(0), *rows, log_sums, loss, count(0), dx)
@@ -84,6 +85,18 @@ def linear(run, draw, new):
         assert np.abs(dweight - y.T @ x).max() < 1e-5 * np.abs(dweight).max()
         outputs += [y, dx, dweight]
     return outputs
+
+
+def embedding(run, rng, draw, new):
+    table, rows, sums = draw(50, 129), new(300, 129), new(50, 129)
+    indices = rng.integers(0, 50, 300).astype(np.int32)
+    run("msz_rows", table, indices, rows, 0, count(300), count(129))
+    run("msz_sum_by_index", rows, 0, indices, sums, count(300), count(50), count(129))
+    assert np.array_equal(rows, table[indices])
+    expected = np.zeros_like(sums)
+    np.add.at(expected, indices, rows)
+    assert np.array_equal(sums, expected)
+    return [rows, sums]
 
 
 def attention(run, draw, new):

@@ -36,6 +36,8 @@ int msz_linear(const void *, const void *, const void *, void *, int, int64_t, i
 int msz_linear_grad_input(const void *, const void *, void *, int, int64_t, int64_t, int64_t, int);
 int msz_linear_grad_weight(const void *, const void *, void *, int, int64_t, int64_t, int64_t, int);
 int msz_sum_rows(const void *, void *, int, int64_t, int64_t, int);
+int msz_rows(const void *, const int32_t *, void *, int, int64_t, int64_t, int);
+int msz_sum_by_index(const void *, int, const int32_t *, float *, int64_t, int64_t, int64_t, int);
 int msz_cast(const void *, int, void *, int, int64_t, int);
 int msz_round_to(const float *, float *, int, int64_t, int);
 }
@@ -105,6 +107,18 @@ void rows_case(int dtype, int64_t rows, int64_t size) {
   }
 }
 
+void embedding_case(int dtype, int64_t n, int64_t num_rows, int64_t size) {
+  const Array table(num_rows * size, dtype), out(n * size, dtype), sums(num_rows * size, 0);
+  std::vector<int32_t> indices(n);
+  for (int32_t &index : indices) index = static_cast<int32_t>(below(num_rows));
+  twice("rows", {&out}, [&](int t) {
+    return msz_rows(table.get(), indices.data(), out.get(), dtype, n, size, t);
+  });
+  twice("sum_by_index", {&sums}, [&](int t) {
+    return msz_sum_by_index(out.get(), dtype, indices.data(), sums.get<float>(), n, num_rows, size, t);
+  });
+}
+
 void loss_case(int dtype, int64_t rows, int64_t size) {
   const Array x(rows * size, dtype), dx(rows * size, dtype), logs(rows, 0), loss(1, 0), grad(rows, 0);
   const Array maxima(rows, 0), sums(rows, 0), picked(rows, 0);
@@ -172,6 +186,7 @@ int main(int, char **arguments) {
     const int dtype = static_cast<int>(below(3));
     rows_case(dtype, below(70), 1 + below(200));
     loss_case(dtype, below(70), 1 + below(200));
+    embedding_case(dtype, below(70), 1 + below(40), 1 + below(200));
     linear_case(dtype, below(130), below(90), below(150));
     attention_case(dtype);
     const int64_t n = below(300);

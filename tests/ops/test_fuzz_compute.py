@@ -11,7 +11,7 @@ from ms_zero.native.sources import COMMON_FLAGS
 
 HERE = Path(__file__).resolve().parent
 OPS = HERE.parent.parent / "ops"
-KERNELS = ("activation", "attention", "cast", "cross_entropy", "linear", "norm", "rotary")
+KERNELS = ("activation", "attention", "cast", "cross_entropy", "embedding", "linear", "norm", "rotary")
 SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-w")
 
 
