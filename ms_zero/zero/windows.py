@@ -29,7 +29,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from ms_zero._compat import function_class, is_recording
+from ms_zero._compat import finish_queued, function_class, is_recording
 from ms_zero.comm import Communicator, Group, Handle
 from ms_zero.memory.tree import flatten, unflatten
 from ms_zero.zero.bucket import Bucket
@@ -246,6 +246,7 @@ class Windows:
         unit.gathers.clear()
         full = {id(bucket): bucket.store for bucket in unit.buckets}
         full |= zip((id(bucket) for bucket in unit.sharded_buckets), gathered, strict=True)
+        finish_queued()  # an operation reads what its parameter shows when it runs, not when it was called
         for place in unit.places:
             if place.needs_window:
                 place.show(full[id(place.bucket)])
@@ -254,6 +255,7 @@ class Windows:
     def _close(self, unit: Unit) -> None:
         if not unit.is_open:
             return
+        finish_queued()
         for place in unit.places:
             if place.needs_window:
                 place.param.data = place.resting
