@@ -1,0 +1,134 @@
+"""The optimizer's update of all parameters as one Cell, with the same arithmetic as the eager optimizers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_zero.kernels import reference
+from ms_zero.kernels.dispatch import resolve_target
+from ms_zero.kernels.graph_optimizer import FusedAdamW
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+# Targets with an operator of this project for graphs; elsewhere MindSpore's operators are composed.
+_FUSED = ("CPU", "GPU-custom", "Ascend-custom")
+# Positions in the scalars of AdamW; see ops/README.md.
+_KEEP, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2 = range(5)
+_INVERSE_ROOT, _EPS, _STEP_SIZE, _GRAD_SCALE = range(5, 9)
+
+
+class ComposedAdamW(nn.Cell):
+    """What `ms_zero.kernels.graph_optimizer.FusedAdamW` does, of MindSpore's operators, on any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assign, self.select, self.depend = ops.Assign(), ops.Select(), ops.Depend()
+        self.sqrt, self.square = ops.Sqrt(), ops.Square()
+
+    def construct(
+        self, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: Tensor
+    ) -> Tensor:
+        """Update in place, or skip where the scalars say so; returns a token."""
+        grad = grad.astype(param.dtype) * scalars[_GRAD_SCALE]
+        skipped = scalars[reference.FOUND_INF] != 0
+        mean = exp_avg * scalars[_BETA1] + grad * scalars[_ONE_MINUS_BETA1]
+        mean_square = exp_avg_sq * scalars[_BETA2] + self.square(grad) * scalars[_ONE_MINUS_BETA2]
+        divisor = self.sqrt(mean_square) * scalars[_INVERSE_ROOT] + scalars[_EPS]
+        value = param * scalars[_KEEP] - mean / divisor * scalars[_STEP_SIZE]
+        token = self.assign(param, self.select(skipped, param, value))
+        token = self.depend(token, self.assign(exp_avg, self.select(skipped, exp_avg, mean)))
+        return self.depend(token, self.assign(exp_avg_sq, self.select(skipped, exp_avg_sq, mean_square)))
+
+
+class ComposedSGD(nn.Cell):
+    """Plain gradient descent with decay: see :func:`ms_zero.kernels.reference.sgd_scalars`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assign, self.select = ops.Assign(), ops.Select()
+
+    def construct(self, param: Tensor, grad: Tensor, scalars: Tensor) -> Tensor:
+        """Update in place, or skip where the scalars say so; returns a token."""
+        value = param * scalars[0] - grad.astype(param.dtype) * scalars[1]
+        return self.assign(param, self.select(scalars[reference.FOUND_INF] != 0, param, value))
+
+
+class Update(nn.Cell):
+    """One step of AdamW or SGD on every parameter.
+
+    Args:
+        params: fp32, with their values; the state is made beside them, under the names of MindSpore's
+            optimizers ("exp_avg.<parameter>"), so that what cuts a parameter cuts its state.
+        decays: for each parameter whether weight decay applies.
+        kind: "adamw" or "sgd".
+        target: see :mod:`ms_zero.kernels.dispatch`; None for the current device.
+    """
+
+    def __init__(
+        self, params: ParameterTuple, decays: Sequence[bool], *, kind: str, target: str | None = None
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.params, self.decays = params, tuple(decays)
+        for name in MOMENTS[kind]:
+            setattr(self, name, params.clone(prefix=name, init="zeros"))
+        self.is_adam = kind == "adamw"
+        if self.is_adam:
+            fused = resolve_target(target) in _FUSED
+            self.rule = FusedAdamW(target=target) if fused else ComposedAdamW()
+        else:
+            self.rule = ComposedSGD()
+
+    def construct(self, grads: tuple[Tensor, ...], decayed: Tensor, plain: Tensor) -> Tensor:
+        """Update every parameter.
+
+        Args:
+            grads: one for each parameter.
+            decayed: fp32 [16], the scalars of parameters with decay.
+            plain: fp32 [16], those of the others.
+
+        Returns:
+            a token, to keep the update in the graph.
+        """
+        token = plain
+        for index in range(len(self.params)):
+            scalars = decayed if self.decays[index] else plain
+            if self.is_adam:
+                state = (self.exp_avg[index], self.exp_avg_sq[index])
+                done = self.rule(self.params[index], *state, grads[index], scalars)
+            else:
+                done = self.rule(self.params[index], grads[index], scalars)
+            token = ops.depend(token, done)
+        return token
+
+    def state(self) -> dict[str, ParameterTuple]:
+        """Kind -> the state of each parameter, in order."""
+        return {name: getattr(self, name) for name in MOMENTS["adamw" if self.is_adam else "sgd"]}
+
+
+def step_scalars(
+    kind: str,
+    *,
+    lr: float,
+    step: int,
+    weight_decay: float,
+    grad_scale: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scalars of one step, with and without decay; `step` counts from 1. See :class:`Update`."""
+    if kind == "sgd":
+        return tuple(
+            reference.sgd_scalars(lr=lr, weight_decay=decay, grad_scale=grad_scale)
+            for decay in (weight_decay, 0.0)
+        )
+    rates = {"beta1": beta1, "beta2": beta2, "eps": eps}
+    return tuple(
+        reference.adamw_scalars(lr=lr, step=step, weight_decay=decay, grad_scale=grad_scale, **rates)
+        for decay in (weight_decay, 0.0)
+    )
+
+
+def scalars_parameter(name: str) -> Parameter:
+    """Where the host puts the scalars of the next step."""
+    return Parameter(Tensor(np.zeros(reference.NUM_SCALARS, np.float32)), name=name, requires_grad=False)
