@@ -5,6 +5,7 @@ from ms_zero.kernels.attention import CausalAttention, DocumentMask
 from ms_zero.kernels.buffers import concat, copy_range, overwrite
 from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.embedding import Embedding
+from ms_zero.kernels.experts import CombineRows, GroupedLinear
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum, softmax_gradient, softmax_stats
@@ -17,9 +18,11 @@ from ms_zero.kernels.saved import Saved
 __all__ = [
     "GELU",
     "CausalAttention",
+    "CombineRows",
     "CrossEntropySum",
     "DocumentMask",
     "Embedding",
+    "GroupedLinear",
     "LayerNorm",
     "Linear",
     "RMSNorm",

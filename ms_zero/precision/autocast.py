@@ -15,7 +15,9 @@ without kernels for it, a grid to which values are rounded):
 MindSpore takes no exit hook on a Cell with a ``bprop`` of its own (silently, 2.10.0): what leaves one is
 converted by the Cell that reads it.
 
-Integers, Parameters and 0-d tensors are never touched. Gradients pass the same borders backwards: they are
+Integers, Parameters and 0-d tensors are never touched, nor is what a Cell keeps in fp32 by its attributes
+``fp32_arguments`` (names of keyword arguments) and ``fp32_outputs`` (positions in the tuple that it returns),
+such as a loss that rides along with the activations. Gradients pass the same borders backwards: they are
 converted or rounded where their values were. Parameters are not this module's matter: whoever makes the
 working copies asks `fp32_parameters` which ones stay fp32.
 """
@@ -73,9 +75,11 @@ _LOSSES = (
 # How an operator of ours is built of Cells is its own affair.
 _OPERATORS = (
     kernels.CausalAttention,
+    kernels.CombineRows,
     kernels.DocumentMask,
     kernels.Embedding,
     kernels.GELU,
+    kernels.GroupedLinear,
     kernels.LayerNorm,
     kernels.Linear,
     kernels.RMSNorm,
@@ -256,14 +260,20 @@ def _conversions(
 
 def _entry_hook(convert: _Convert) -> Callable[..., Any]:
     def before(cell: nn.Cell, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return _map(convert, args), _map(convert, kwargs)
+        kept = getattr(cell, "fp32_arguments", ())
+        named = {name: value if name in kept else _map(convert, value) for name, value in kwargs.items()}
+        return _map(convert, args), named
 
     return before
 
 
 def _exit_hook(convert: _Convert) -> Callable[..., Any]:
     def after(cell: nn.Cell, args: tuple, output: Any) -> Any:
-        return _map(convert, output)
+        kept = getattr(cell, "fp32_outputs", ())
+        if not kept:
+            return _map(convert, output)
+        parts = [part if at in kept else _map(convert, part) for at, part in enumerate(output)]
+        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
 
     return after
 

@@ -1,0 +1,251 @@
+"""Mixture of experts: a router, stacked experts, and what carries tokens between them.
+
+The weights of all experts are stacked in three parameters; each expert computes
+down(silu(gate(x)) * up(x)). Tokens go to experts and come back by a dispatcher, which parallelism replaces.
+PyNative only: how many tokens an expert gets is decided on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from ms_zero import kernels
+from ms_zero._compat import finish_queued, function_class, is_recording
+from ms_zero.models.init import Normal, ParameterRule, Zeros
+from ms_zero.models.layers import Linear, empty_parameter
+from ms_zero.models.llama import LlamaMLP
+from ms_zero.models.routing import DROPPED, Choice, Rules, choose, loads, weigh, weigh_gradient
+
+
+class Routing(NamedTuple):
+    """What a router decides about B sequences of T tokens.
+
+    Attributes:
+        ids: experts of each token, int32 [B T, k]; -1 for a choice that was dropped.
+        weights: of the choices, fp32 [B T, k]; 0 for a dropped one.
+        aux: auxiliary loss of each sequence, fp32 [B].
+    """
+
+    ids: Tensor
+    weights: Tensor
+    aux: Tensor
+
+
+class Router(nn.Cell):
+    """Chooses the experts of each token; computes in fp32 under every policy. See `ms_zero.models.routing`.
+
+    weight [E, H]. With `balance_by_bias` also bias [E], which is added to the scores for the choice alone: it
+    has no gradient, and `updated_bias` of `ms_zero.models.routing` says how it follows the load.
+    """
+
+    keeps_fp32 = True  # read by ms_zero.precision
+    fp32_outputs = (1, 2)
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, rules: Rules, *, balance_by_bias: bool, init_std: float
+    ) -> None:
+        super().__init__()
+        self.rules = rules
+        self.weight = empty_parameter(num_experts, hidden_size)
+        self.bias = empty_parameter(num_experts) if balance_by_bias else None
+        if balance_by_bias:
+            self.bias.requires_grad = False
+        self.linear = kernels.Linear()
+        self.parameter_rules = {
+            "weight": ParameterRule(Normal(init_std), decay=True),
+            "bias": ParameterRule(Zeros(), decay=False),
+        }
+        vars(self)["loads"] = np.zeros(num_experts, np.int64)
+
+    def construct(self, x: Tensor) -> Routing:
+        """Route x [B, T, H]."""
+        logits = self.linear(x.astype(ms.float32), self.weight)
+        finish_queued()
+        bias = None if self.bias is None else self.bias.asnumpy()
+        choice = choose(logits.asnumpy(), bias, self.rules)
+        # Recorded once: evaluation records nothing, and of a recomputed forward only the second run does.
+        if is_recording():
+            vars(self)["loads"] = self.loads + loads(choice.chosen, self.weight.shape[0])
+        chosen, kept = (Tensor.from_numpy(part) for part in choice)
+        weights, aux = _Weighed.apply(logits, chosen, kept, self.rules)
+        top_k = self.rules.top_k
+        return Routing(kept.reshape(-1, top_k), weights.reshape(-1, top_k), aux)
+
+    def take_loads(self) -> np.ndarray:
+        """Tokens that chose each expert in recorded forwards since the last call, int64 [E]."""
+        taken, vars(self)["loads"] = self.loads, np.zeros_like(self.loads)
+        return taken
+
+
+class _Weighed(function_class):
+    """Weights and auxiliary loss of choices; keeps the logits and the choices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, chosen: Tensor, kept: Tensor, rules: Rules
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits, chosen, kept)
+        ctx.set_materialize_grads(False)
+        ctx.rules = rules
+        weights, aux = weigh(logits.asnumpy(), Choice(chosen.asnumpy(), kept.asnumpy()), rules)
+        return Tensor.from_numpy(weights), Tensor.from_numpy(aux)
+
+    @staticmethod
+    def backward(
+        ctx: Any, dweights: Tensor | None, daux: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        logits, chosen, kept = (tensor.asnumpy() for tensor in ctx.saved_tensors)
+        given = (None if grad is None else grad.asnumpy() for grad in (dweights, daux))
+        grad = weigh_gradient(logits, Choice(chosen, kept), ctx.rules, *given)
+        return Tensor.from_numpy(grad), None, None, None
+
+
+class Experts(nn.Cell):
+    """The routed experts: gate_proj and up_proj [E, F, H], down_proj [E, H, F]."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        init_std: float,
+        residual_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = empty_parameter(num_experts, ffn_size, hidden_size)
+        self.up_proj = empty_parameter(num_experts, ffn_size, hidden_size)
+        self.down_proj = empty_parameter(num_experts, hidden_size, ffn_size)
+        self.linear = kernels.GroupedLinear(target)
+        self.act = kernels.SwiGLU(target)
+        inner = ParameterRule(Normal(init_std), decay=True)
+        outer = ParameterRule(Normal(residual_std), decay=True)
+        self.parameter_rules = {"gate_proj": inner, "up_proj": inner, "down_proj": outer}
+
+    def construct(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """Map rows [M, H], sorted by expert, to [M, H]; counts: rows of each expert that is held here."""
+        gate = self.linear(rows, self.gate_proj, counts)
+        up = self.linear(rows, self.up_proj, counts)
+        return self.linear(self.act(gate, up), self.down_proj, counts)
+
+
+class LocalDispatcher(nn.Cell):
+    """Brings tokens to experts that are all on this rank.
+
+    What takes its place is called alike; ``fp32_arguments`` keeps the weights in fp32 under every policy.
+    """
+
+    fp32_arguments = ("weights",)  # read by ms_zero.precision
+
+    def __init__(self, target: str | None = None) -> None:
+        super().__init__()
+        self.rows = kernels.Embedding(target)
+        self.combine = kernels.CombineRows(target)
+
+    def construct(self, tokens: Tensor, ids: Tensor, weights: Tensor, experts: nn.Cell) -> Tensor:
+        """Sum what the experts of each token compute, by weight.
+
+        Args:
+            tokens: [N, H].
+            ids: int32 [N, k], -1: dropped.
+            weights: fp32 [N, k].
+            experts: `Experts`, or another cell with `gate_proj` that is called like it.
+
+        Returns:
+            [N, H] of the tokens' dtype, summed in fp32 in the order of the choices.
+        """
+        order, places, counts = sort_by_expert(ids.asnumpy(), experts.gate_proj.shape[0])
+        rows = self.rows(tokens, Tensor.from_numpy(order // np.int32(ids.shape[1])))
+        return self.combine(experts(rows, counts), Tensor.from_numpy(places), weights=weights)
+
+
+def sort_by_expert(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Sort choices by expert, equal ones in the order of their tokens.
+
+    Args:
+        ids: int32 [N, k], -1: dropped.
+        num_experts: how many there are.
+
+    Returns:
+        Numbers (token * k + choice) of the kept choices in the new order, int32 [M]; the place of each choice
+        in it, int32 [N, k] with -1 for dropped ones; and the choices of each expert.
+    """
+    flat = ids.reshape(-1)
+    kept = np.flatnonzero(flat >= 0)
+    order = kept[np.argsort(flat[kept], kind="stable")].astype(np.int32)
+    places = np.full(flat.shape, DROPPED, np.int32)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    counts = np.bincount(flat[kept], minlength=num_experts)
+    return order, places.reshape(ids.shape), tuple(int(count) for count in counts)
+
+
+class MoE(nn.Cell):
+    """A router, routed experts, and optionally an MLP that every token visits and a gate of it.
+
+    The gate is sigmoid(w x), a number for each token (Qwen2-MoE).
+    """
+
+    fp32_outputs = (1,)  # read by ms_zero.precision
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        ffn_size: int,
+        rules: Rules,
+        *,
+        shared_ffn_size: int,
+        shared_gate: bool,
+        balance_by_bias: bool,
+        init_std: float,
+        residual_std: float,
+        target: str | None,
+    ) -> None:
+        super().__init__()
+        stds = {"init_std": init_std, "residual_std": residual_std}
+        self.router = Router(
+            hidden_size, num_experts, rules, balance_by_bias=balance_by_bias, init_std=init_std
+        )
+        self.experts = Experts(num_experts, hidden_size, ffn_size, target=target, **stds)
+        self.dispatcher = LocalDispatcher(target)
+        self.shared = (
+            LlamaMLP(hidden_size, shared_ffn_size, target=target, **stds) if shared_ffn_size else None
+        )
+        self.shared_gate = Linear(hidden_size, 1, bias=False, init_std=init_std) if shared_gate else None
+        self.sigmoid = ops.Sigmoid()
+
+    def construct(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map x [B, T, H] to [B, T, H] and the auxiliary loss of each sequence, fp32 [B]."""
+        routing = self.router(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        y = self.dispatcher(tokens, routing.ids, weights=routing.weights, experts=self.experts)
+        y = y.reshape(x.shape)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = self.sigmoid(self.shared_gate(x)) * shared
+            y = y + shared
+        return y, routing.aux
+
+
+def routers(model: nn.Cell) -> Iterator[tuple[str, Router]]:
+    """The routers of a model by path, in order."""
+    for path, cell in model.cells_and_names():
+        if isinstance(cell, Router):
+            yield path, cell
+
+
+def take_loads(model: nn.Cell) -> dict[str, np.ndarray]:
+    """Loads of the routers that balance by bias since the last call: name of the bias -> int64 [E].
+
+    They are those of this rank: add them up over all that share a global batch. Recomputed forwards count
+    once, forwards without gradients not at all.
+    """
+    return {f"{path}.bias": cell.take_loads() for path, cell in routers(model) if cell.bias is not None}
+
