@@ -8,6 +8,7 @@ PyNative only: how many tokens an expert gets is decided on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -16,6 +17,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_zero import kernels
 from ms_zero._compat import finish_queued, function_class, is_recording
+from ms_zero.errors import UserError
 from ms_zero.models.init import Normal, ParameterRule, Zeros
 from ms_zero.models.layers import Linear, empty_parameter
 from ms_zero.models.llama import LlamaMLP
@@ -185,39 +187,53 @@ def sort_by_expert(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.nd
     return order, places.reshape(ids.shape), tuple(int(count) for count in counts)
 
 
-class MoE(nn.Cell):
-    """A router, routed experts, and optionally an MLP that every token visits and a gate of it.
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a mixture of experts is made of.
 
-    The gate is sigmoid(w x), a number for each token (Qwen2-MoE).
+    Attributes:
+        num_experts: routed experts.
+        ffn_hidden_size: inner width of one of them.
+        rules: how the router decides.
+        shared_ffn_hidden_size: inner width of the MLP that every token visits; 0: there is none.
+        shared_gate: whether sigmoid(w x), a number for each token, multiplies that MLP (Qwen2-MoE).
+        bias_speed: how much the routers' biases change in a step to balance the load; None: they have none.
     """
+
+    num_experts: int
+    ffn_hidden_size: int
+    rules: Rules
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
+    bias_speed: float | None = None
+
+    def __post_init__(self) -> None:
+        self.rules.check(self.num_experts)
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise UserError("model: shared_gate without shared_ffn_hidden_size: there is nothing to gate")
+
+
+class MoE(nn.Cell):
+    """A router, routed experts, and optionally an MLP that every token visits; see `Mixture`."""
 
     fp32_outputs = (1,)  # read by ms_zero.precision
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        ffn_size: int,
-        rules: Rules,
-        *,
-        shared_ffn_size: int,
-        shared_gate: bool,
-        balance_by_bias: bool,
-        init_std: float,
-        residual_std: float,
-        target: str | None,
+        self, hidden_size: int, mixture: Mixture, *, init_std: float, residual_std: float, target: str | None
     ) -> None:
         super().__init__()
         stds = {"init_std": init_std, "residual_std": residual_std}
+        num_experts, shared_size = mixture.num_experts, mixture.shared_ffn_hidden_size
+        has_bias = mixture.bias_speed is not None
         self.router = Router(
-            hidden_size, num_experts, rules, balance_by_bias=balance_by_bias, init_std=init_std
+            hidden_size, num_experts, mixture.rules, balance_by_bias=has_bias, init_std=init_std
         )
-        self.experts = Experts(num_experts, hidden_size, ffn_size, target=target, **stds)
+        self.experts = Experts(num_experts, hidden_size, mixture.ffn_hidden_size, target=target, **stds)
         self.dispatcher = LocalDispatcher(target)
-        self.shared = (
-            LlamaMLP(hidden_size, shared_ffn_size, target=target, **stds) if shared_ffn_size else None
-        )
-        self.shared_gate = Linear(hidden_size, 1, bias=False, init_std=init_std) if shared_gate else None
+        self.shared = LlamaMLP(hidden_size, shared_size, target=target, **stds) if shared_size else None
+        self.shared_gate = None
+        if mixture.shared_gate:
+            self.shared_gate = Linear(hidden_size, 1, bias=False, init_std=init_std)
         self.sigmoid = ops.Sigmoid()
 
     def construct(self, x: Tensor) -> tuple[Tensor, Tensor]:

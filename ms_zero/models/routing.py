@@ -33,6 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ms_zero.errors import UserError
+
 DROPPED = -1
 _SMALLEST_SUM = 1e-20
 
@@ -62,6 +64,17 @@ class Rules:
     capacity_factor: float | None = None
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
+
+    def check(self, num_experts: int) -> None:
+        """Raise UserError when the rules do not fit a number of experts."""
+        if num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise UserError(
+                f"model: {self.top_groups} of {self.groups} groups of {num_experts} experts: expected groups "
+                f"of equal size, and at most all of them"
+            )
+        choices = num_experts // self.groups * self.top_groups
+        if not 1 <= self.top_k <= choices:
+            raise UserError(f"model: {self.top_k} experts a token, expected 1 to {choices}")
 
     @property
     def has_loss(self) -> bool:
