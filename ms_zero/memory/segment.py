@@ -1,7 +1,8 @@
 """Several blocks recomputed as one.
 
-A model that calls its blocks one after another, each on the result of the one before and with the same
-further arguments, says so by an attribute of the cell that holds the list::
+A model that calls its blocks one after another, each on the result of the one before (a tensor, or a tuple
+of the first arguments of the next) and with the same further arguments, says so by an attribute of the cell
+that holds the list::
 
     chained_blocks = ("h",)   # names of nn.CellLists, iterated once a forward
 
@@ -40,21 +41,23 @@ class Segment(nn.Cell):
             for block in blocks
         ]
 
-    def construct(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def construct(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the blocks without recompute; replaced while this object lives."""
-        return self._run_blocks(x, *args, **kwargs)
+        return self._run_blocks(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the blocks their own constructs back."""
         for guard in reversed(self.guards):
             guard.remove()
 
-    def _run_blocks(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _run_blocks(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         outside, vars(self)["is_running"] = self.is_running, True
         try:
             for block in self.blocks:
-                x = block(x, *args, **kwargs)
-            return x
+                result = block(*args, **kwargs)
+                passed_on = result if isinstance(result, tuple) else (result,)
+                args = (*passed_on, *args[len(passed_on) :])
+            return result
         finally:
             vars(self)["is_running"] = outside
 
