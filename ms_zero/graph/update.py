@@ -71,7 +71,7 @@ class Update(nn.Cell):
         self.params, self.decays = params, tuple(decays)
         for name in MOMENTS[kind]:
             setattr(self, name, params.clone(prefix=name, init="zeros"))
-        self.is_adam = kind == "adamw"
+        self.kind, self.is_adam = kind, kind == "adamw"
         if self.is_adam:
             fused = resolve_target(target) in _FUSED
             self.rule = FusedAdamW(target=target) if fused else ComposedAdamW()
@@ -102,7 +102,7 @@ class Update(nn.Cell):
 
     def state(self) -> dict[str, ParameterTuple]:
         """Kind -> the state of each parameter, in order."""
-        return {name: getattr(self, name) for name in MOMENTS["adamw" if self.is_adam else "sgd"]}
+        return {name: getattr(self, name) for name in MOMENTS[self.kind]}
 
 
 def step_scalars(
@@ -115,18 +115,17 @@ def step_scalars(
     beta1: float,
     beta2: float,
     eps: float,
+    skip: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scalars of one step, with and without decay; `step` counts from 1. See :class:`Update`."""
+    """The scalars of one step, with and without decay, see :class:`Update`.
+
+    `step` counts from 1. `skip`: nothing is updated. The rates are used by "adamw" only.
+    """
+    common = {"lr": lr, "grad_scale": grad_scale, "found_inf": float(skip)}
     if kind == "sgd":
-        return tuple(
-            reference.sgd_scalars(lr=lr, weight_decay=decay, grad_scale=grad_scale)
-            for decay in (weight_decay, 0.0)
-        )
-    rates = {"beta1": beta1, "beta2": beta2, "eps": eps}
-    return tuple(
-        reference.adamw_scalars(lr=lr, step=step, weight_decay=decay, grad_scale=grad_scale, **rates)
-        for decay in (weight_decay, 0.0)
-    )
+        return tuple(reference.sgd_scalars(weight_decay=decay, **common) for decay in (weight_decay, 0.0))
+    common |= {"step": step, "beta1": beta1, "beta2": beta2, "eps": eps}
+    return tuple(reference.adamw_scalars(weight_decay=decay, **common) for decay in (weight_decay, 0.0))
 
 
 def scalars_parameter(name: str) -> Parameter:
