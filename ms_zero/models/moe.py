@@ -121,6 +121,7 @@ class Experts(nn.Cell):
         target: str | None,
     ) -> None:
         super().__init__()
+        self.num_experts = num_experts  # those that are held here
         self.gate_proj = empty_parameter(num_experts, ffn_size, hidden_size)
         self.up_proj = empty_parameter(num_experts, ffn_size, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, ffn_size)
@@ -150,19 +151,19 @@ class LocalDispatcher(nn.Cell):
         self.rows = kernels.Embedding(target)
         self.combine = kernels.CombineRows(target)
 
-    def construct(self, tokens: Tensor, ids: Tensor, weights: Tensor, experts: nn.Cell) -> Tensor:
+    def construct(self, tokens: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """Sum what the experts of each token compute, by weight.
 
         Args:
             tokens: [N, H].
             ids: int32 [N, k], -1: dropped.
             weights: fp32 [N, k].
-            experts: `Experts`, or another cell with `gate_proj` that is called like it.
+            experts: `Experts`, or what else has `num_experts` and is called like it.
 
         Returns:
             [N, H] of the tokens' dtype, summed in fp32 in the order of the choices.
         """
-        order, places, counts = sort_by_expert(ids.asnumpy(), experts.gate_proj.shape[0])
+        order, places, counts = sort_by_expert(ids.asnumpy(), experts.num_experts)
         rows = self.rows(tokens, Tensor.from_numpy(order // np.int32(ids.shape[1])))
         return self.combine(experts(rows, counts), Tensor.from_numpy(places), weights=weights)
 
