@@ -3,8 +3,8 @@
     python scripts/bench_update.py [--quick] [--threads N] [--rounds N] [--json PATH]
 
 All contestants run in one process, one step each in turn, and the median of each counts. Sizes are 1M, 10M
-and 100M parameters. All arrays are numpy's, so that everybody has the same kind of memory pages; only
-MindSpore's optimizers keep what they allocate themselves.
+and 100M parameters. They all update the same arrays, because the kind of memory pages that an allocation
+happens to get decides more than the code; only MindSpore's optimizers keep what they allocate themselves.
 
 - ours: the C++ kernel. ``fp32``: fp32 gradient, 28 bytes a parameter. ``bf16``: bf16 gradient, and the bf16
   parameter written as well, 28 bytes;
@@ -50,7 +50,7 @@ void stream_fp32(float *restrict a, float *restrict b, float *restrict c, const 
   for (long i = 0; i < n; ++i) {
     a[i] = 0.5f * (a[i] + d[i]);
     b[i] = 0.5f * (b[i] + d[i]);
-    c[i] = 0.5f * (c[i] + d[i]);
+    c[i] = 0.5f * c[i] + 0.25f;
   }
 }
 void stream_bf16(float *restrict a, float *restrict b, float *restrict c, const uint16_t *restrict d,
@@ -59,7 +59,7 @@ void stream_bf16(float *restrict a, float *restrict b, float *restrict c, const 
   for (long i = 0; i < n; ++i) {
     a[i] = 0.5f * (a[i] + (float)d[i]);
     b[i] = 0.5f * (b[i] + (float)d[i]);
-    c[i] = 0.5f * (c[i] + (float)d[i]);
+    c[i] = 0.5f * c[i] + 0.25f;
     e[i] = (uint16_t)(int32_t)a[i];
   }
 }
@@ -98,19 +98,20 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def stream_step(library: ctypes.CDLL, n: int, grad: np.ndarray, dtype: str) -> Step:
-    """The plain loop."""
-    held = [*arrays(n), grad] + [np.zeros(n, np.uint16)] * (dtype == "bf16")
+def stream_step(
+    library: ctypes.CDLL, state: list[np.ndarray], grad: np.ndarray, low: np.ndarray | None, dtype: str
+) -> Step:
+    """The plain loop; the mean square stays positive."""
+    n, held = grad.size, [*state, grad] + [low] * (low is not None)
     function = getattr(library, f"stream_{dtype}")
     return lambda: function(*map(address, held), ctypes.c_long(n))
 
 
-def our_step(n: int, grad: np.ndarray, dtype: str) -> Step:
+def our_step(state: list[np.ndarray], grad: np.ndarray, low: np.ndarray | None) -> Step:
     """The C++ kernel."""
     from ms_zero.kernels import adamw_update_host
 
-    low = np.zeros(n, np.uint16) if dtype == "bf16" else None
-    return partial(adamw_update_host, *arrays(n), grad, **HYPER, step=10, low_precision=low)
+    return partial(adamw_update_host, *state, grad, **HYPER, step=10, low_precision=low)
 
 
 def torch_optimizer_arguments() -> dict[str, object]:
@@ -123,21 +124,21 @@ def torch_optimizer_arguments() -> dict[str, object]:
     }
 
 
-def torch_step(n: int, grad: np.ndarray, dtype: str) -> Step:
+def torch_step(state: list[np.ndarray], grad: np.ndarray, low: np.ndarray | None) -> Step:
     """torch's fused AdamW; for bf16 with a cast of the gradient before and of the parameter after."""
     import torch
 
-    values, exp_avg, exp_avg_sq = map(torch.from_numpy, arrays(n))
+    values, exp_avg, exp_avg_sq = map(torch.from_numpy, state)
     param = torch.nn.Parameter(values)
     optimizer = torch.optim.AdamW([param], **torch_optimizer_arguments(), fused=True)
     step = torch.tensor(10.0)
     optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if dtype == "fp32":
+    if low is None:
         param.grad = torch.from_numpy(grad)
         return optimizer.step
-    param.grad = torch.from_numpy(np.zeros(n, np.float32))
-    half_grad = torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16)
-    half_param = torch.from_numpy(np.zeros(n, np.int16)).view(torch.bfloat16)
+    param.grad = torch.from_numpy(np.zeros(grad.size, np.float32))
+    halves = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for bits in (grad, low))
+    half_grad, half_param = halves
 
     def with_casts() -> None:
         param.grad.copy_(half_grad)
@@ -148,12 +149,12 @@ def torch_step(n: int, grad: np.ndarray, dtype: str) -> Step:
     return with_casts
 
 
-def deepspeed_step(n: int, grad: np.ndarray) -> Step:
+def deepspeed_step(state: list[np.ndarray], grad: np.ndarray) -> Step:
     """DeepSpeed's CPU Adam, which compiles itself at first use."""
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    values, exp_avg, exp_avg_sq = map(torch.from_numpy, arrays(n))
+    values, exp_avg, exp_avg_sq = map(torch.from_numpy, state)
     param = torch.nn.Parameter(values)
     param.grad = torch.from_numpy(grad)
     optimizer = DeepSpeedCPUAdam([param], **torch_optimizer_arguments(), adamw_mode=True)
@@ -181,13 +182,14 @@ def mindspore_step(name: str, n: int, grad: np.ndarray) -> Step:
 def contestants(library: ctypes.CDLL, n: int, dtype: str) -> dict[str, Step]:
     """Everyone who can take part in one case."""
     grad = gradient(n) if dtype == "fp32" else bf16_bits(gradient(n))
-    made = {"ours": our_step(n, grad, dtype), "stream": stream_step(library, n, grad, dtype)}
+    state, low = arrays(n), None if dtype == "fp32" else np.zeros(n, np.uint16)
+    made = {"ours": our_step(state, grad, low), "stream": stream_step(library, state, grad, low, dtype)}
     if importlib.util.find_spec("torch"):
-        made["torch"] = torch_step(n, grad, dtype)
+        made["torch"] = torch_step(state, grad, low)
     if dtype == "fp32":
         if importlib.util.find_spec("deepspeed"):
             try:
-                made["deepspeed"] = deepspeed_step(n, grad)
+                made["deepspeed"] = deepspeed_step(state, grad)
             except Exception as error:  # it compiles itself, which can fail in many ways
                 print(f"deepspeed is left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
         for name in ("AdamWeightDecay", "Adam"):
