@@ -71,15 +71,6 @@ def bind(root: Table, label: str, world_size: int) -> tuple[Facts, list[Finding]
     return binder.facts, binder.findings
 
 
-def bind_alone(
-    prefix: str, section: type, entry: Setting | Table | None, label: str
-) -> tuple[Facts, list[Finding]]:
-    """Check the settings of one section of any class, which need not be part of a run config."""
-    binder = _Binder(Facts({}, {}, {}, 1, label))
-    binder.bind_section(prefix, section, entry)
-    return binder.facts, binder.findings
-
-
 def section_values(facts: Facts, prefix: str) -> dict[str, Any]:
     """Return the values directly below `prefix` by field name."""
     skip = len(prefix) + 1
@@ -88,6 +79,17 @@ def section_values(facts: Facts, prefix: str) -> dict[str, Any]:
         for path, value in facts.values.items()
         if path.startswith(f"{prefix}.") and "." not in path[skip:]
     }
+
+
+def model_config(facts: Facts) -> schema.ModelConfig:
+    """Make the model section from values that are all present and concrete."""
+    values = section_values(facts, "model")
+    family = schema.MODEL_FAMILIES[values["family"]]
+    for name, (_, annotation) in schema.keys_of(family).items():
+        inner = section_values(facts, f"model.{name}")
+        if inner:
+            values[name] = nested_section(annotation)(**inner)
+    return family(**values)
 
 
 class _Binder:
@@ -111,9 +113,6 @@ class _Binder:
             self._report("MZ007", "model.family", where, message)
         elif isinstance(family, Table):
             self._report("MZ005", "model.family", family.where, f"it is a mapping; {choices}")
-        elif family.node.value in schema.PLANNED_FAMILIES:
-            message = f"{family.node.value} can be planned, not trained, by this version; to train, {choices}"
-            self._report("MZ010", "model.family", family.node.where, message)
         elif not isinstance(family.node.value, str) or family.node.value not in schema.MODEL_FAMILIES:
             message = f"{show(plain(family.node))} is not a model family; {choices}"
             self._report("MZ010", "model.family", family.node.where, message)

@@ -129,6 +129,10 @@ def _derive_dp_shard(facts: Facts) -> Iterator[Problem]:
 
 
 def _derive_head_dim(facts: Facts) -> Iterator[Problem]:
+    parts = ("model.latent.nope_head_dim", "model.latent.rope_head_dim")
+    if facts.known(*parts):
+        width = sum(facts.values[path] for path in parts)
+        _fill(facts, "model.head_dim", width, "latent.nope_head_dim + latent.rope_head_dim")
     if facts.values.get("model.head_dim") is not AUTO or not facts.known(
         "model.hidden_size", "model.num_heads"
     ):

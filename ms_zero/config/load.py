@@ -6,11 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ms_zero.config import schema
-from ms_zero.config.bind import Facts, bind, section_values
+from ms_zero.config.bind import Facts, bind, model_config, section_values
 from ms_zero.config.derive import derive, fitting_world_size
 from ms_zero.config.findings import ConfigError, Finding
 from ms_zero.config.rules import run_rules
-from ms_zero.config.schema import RopeScaling, RunConfig
+from ms_zero.config.schema import RunConfig
 from ms_zero.config.sources import gather
 from ms_zero.errors import UserError
 
@@ -121,9 +121,5 @@ def _examine(
 
 def _build(facts: Facts) -> RunConfig:
     """Make the sections from values that are all present and concrete."""
-    model = section_values(facts, "model")
-    rope_scaling = section_values(facts, "model.rope_scaling")
-    if rope_scaling:
-        model["rope_scaling"] = RopeScaling(**rope_scaling)
     sections = {name: section(**section_values(facts, name)) for name, section in schema.SECTIONS.items()}
-    return RunConfig(model=schema.MODEL_FAMILIES[model["family"]](**model), **sections)
+    return RunConfig(model=model_config(facts), **sections)

@@ -99,7 +99,8 @@ def _check_kv_heads(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_head_dim(facts: Facts) -> Iterator[tuple[str, str]]:
-    if facts.values["model.head_dim"] % 2:
+    is_latent = "model.latent.rope_head_dim" in facts.values  # which turns a part of the head
+    if facts.values["model.head_dim"] % 2 and not is_latent:
         message = f"{facts.values['model.head_dim']} is odd; rotary positions turn pairs, use an even width"
         yield "model.head_dim", message
 
@@ -122,6 +123,47 @@ def _check_rope_scaling(facts: Facts) -> Iterator[tuple[str, str]]:
 def _check_seq_len(facts: Facts) -> Iterator[tuple[str, str]]:
     length, limit = facts.values["data.seq_len"], facts.values["model.max_seq_len"]
     if length > limit:
+def _check_experts(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
+    experts, chosen, groups, visited = (facts.values[f"model.{name}"] for name in names)
+    if experts % groups:
+        yield "model.expert_groups", f"{groups} does not divide num_experts {experts}; use a divisor of it"
+    elif visited > groups:
+        yield "model.groups_per_token", f"{visited} is more than expert_groups {groups}; lower it"
+    elif chosen > experts // groups * visited:
+        most = experts // groups * visited
+        message = f"{chosen} is more than the {most} experts that a token may visit; use at most {most}"
+        yield "model.experts_per_token", message
+
+
+def _check_expert_layers(facts: Facts) -> Iterator[tuple[str, str]]:
+    dense, layers = facts.values["model.dense_layers"], facts.values["model.num_layers"]
+    if dense > layers:
+        yield "model.dense_layers", f"{dense} is more than num_layers {layers}; lower it"
+    elif dense and facts.values["model.ffn_hidden_size"] is None:
+        yield "model.ffn_hidden_size", f"missing; {dense} dense_layers need the width of their MLP"
+    if facts.values["model.shared_gate"] and not facts.values["model.shared_ffn_hidden_size"]:
+        yield "model.shared_gate", "true, but shared_ffn_hidden_size is 0; there is nothing to gate"
+
+
+def _check_latent(facts: Facts) -> Iterator[tuple[str, str]]:
+    rope = facts.values["model.latent.rope_head_dim"]
+    if rope % 2:
+        message = f"{rope} is odd; rotary positions turn pairs, use an even width"
+        yield "model.latent.rope_head_dim", message
+    for name in ("num_kv_heads", "head_dim", "qkv_bias", "qk_norm"):
+        if f"model.{name}" in facts.layers and facts.values.get(f"model.{name}"):
+            message = "is not for latent attention, whose widths are those of model.latent; remove one"
+            yield f"model.{name}", message
+
+
+def _check_experts_uncut(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree = facts.values["parallel.tp"]
+    if facts.values["model.family"] == "moe" and degree > 1:
+        message = f"{degree} is not available for models with experts in this version; only 1 is"
+        yield "parallel.tp", message
+
+
         message = f"{length} tokens do not fit model.max_seq_len {limit}; lower the one or raise the other"
         yield "data.seq_len", message
 
@@ -562,6 +604,57 @@ _RAMPUP_RULES = (
         "MZ044",
         "The batch ramp-up takes whole steps",
         "error",
+    Rule(
+        "MZ025",
+        "A token visits experts that there are",
+        "error",
+        "experts_per_token experts are chosen from groups_per_token of expert_groups equal groups of "
+        "num_experts experts.",
+        "Lower the number that the message names, or raise the one that it is compared with.",
+        tuple(
+            f"model.{name}"
+            for name in ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
+        ),
+        _check_experts,
+    ),
+    Rule(
+        "MZ026",
+        "Dense layers and shared experts have a width",
+        "error",
+        "The first dense_layers layers have a gated MLP of width ffn_hidden_size, the others experts. Shared "
+        "experts are one MLP that every token visits.",
+        "Give ffn_hidden_size or shared_ffn_hidden_size, or remove what needs it.",
+        tuple(
+            f"model.{name}"
+            for name in (
+                "dense_layers",
+                "num_layers",
+                "ffn_hidden_size",
+                "shared_gate",
+                "shared_ffn_hidden_size",
+            )
+        ),
+        _check_expert_layers,
+    ),
+    Rule(
+        "MZ027",
+        "Latent attention has heads of its own",
+        "error",
+        "Its queries and keys are nope_head_dim + rope_head_dim wide, there are as many keys as queries, and "
+        "no biases or norms of heads.",
+        "Remove num_kv_heads, head_dim, qkv_bias and qk_norm, or model.latent; use an even rope_head_dim.",
+        ("model.latent.rope_head_dim",),
+        _check_latent,
+    ),
+    Rule(
+        "MZ028",
+        "Tensor parallelism does not cut experts yet",
+        "unavailable",
+        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
+        "Set parallel.tp to 1.",
+        ("model.family", "parallel.tp"),
+        _check_experts_uncut,
+    ),
         "The global batch grows from rampup_start by rampup_increment to global_batch_size. Every size on "
         "the way must be whole microbatches on every rank, and the last increment must end at the full size.",
         "Use multiples of micro_batch_size x dp for both, with an increment that divides "

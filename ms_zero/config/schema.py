@@ -146,7 +146,109 @@ class LlamaConfig:
     qk_norm: bool = key("Whether queries and keys are RMS-normalised per head (Qwen3).", default=False)
 
 
-ModelConfig = GPTConfig | LlamaConfig
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2)."""
+
+    q_rank: int = key(
+        "Width of the compressed query; 0: not compressed.", default=0, minimum=0, maximum=2**20
+    )
+    kv_rank: int = _count("Width of the compressed key and value.", maximum=2**20)
+    nope_head_dim: int = _count("Part of a query or key head without positions.", maximum=2**16)
+    rope_head_dim: int = _count("Part with rotary positions; even.", maximum=2**16)
+    value_head_dim: int = _count("Width of a value head.", maximum=2**16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Llama-like with experts in place of the MLP: Mixtral, Qwen-MoE, DeepSeek."""
+
+    family: Literal["moe"] = key("Model family; decides which other keys there are.", default="moe")
+    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
+    num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
+    num_heads: int = _count("Query heads.", maximum=2**16)
+    num_kv_heads: int = _count("Key and value heads; must divide num_heads.", default=AUTO, auto="num_heads")
+    head_dim: int = _count(
+        "Width of a query or key head; even.",
+        default=AUTO,
+        auto="hidden_size / num_heads, or what latent says",
+        maximum=2**17,
+    )
+    max_seq_len: int = _count("Longest sequence in tokens.")
+    norm_eps: float = key("Epsilon of RMSNorm.", default=1e-5, above=0, below=1)
+    init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
+    tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=False)
+    dropout: float = key(
+        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
+        default=0.0,
+        minimum=0,
+        below=1,
+    )
+    rope_theta: float = key("Base of the rotary frequencies.", default=10000.0, minimum=1, maximum=1e12)
+    qkv_bias: bool = key(
+        "Whether query, key and value projections have a bias (Qwen2-MoE).", default=False
+    )
+    qk_norm: bool = key("Whether queries and keys are RMS-normalised per head (Qwen3-MoE).", default=False)
+    latent: LatentConfig | None = key("Multi-head latent attention (DeepSeek), or null.", default=None)  # noqa: RUF009
+    dense_layers: int = key(
+        "First layers that have a plain gated MLP in place of experts.", default=0, minimum=0, maximum=100_000
+    )
+    ffn_hidden_size: int | None = _count("Width inside that MLP.", default=None, maximum=2**22)
+    num_experts: int = _count("Routed experts of each other layer.", maximum=2**16)
+    experts_per_token: int = _count("Experts that each token visits.", maximum=2**16)
+    expert_ffn_hidden_size: int = _count("Width inside one routed expert.", maximum=2**22)
+    shared_ffn_hidden_size: int = key(
+        "Width inside all shared experts together, which every token visits.",
+        default=0,
+        minimum=0,
+        maximum=2**22,
+    )
+    shared_gate: bool = key("Whether a vector gates the shared experts (Qwen2-MoE).", default=False)
+    router: Literal["softmax", "sigmoid"] = key(
+        "Scores of the experts: of the softmax over all (Mixtral), or each by itself (DeepSeek-V3).",
+        default="softmax",
+    )
+    renormalise: bool = key(
+        "Whether the weights of the chosen experts are divided by their sum.", default=True
+    )
+    routed_scaling: float = key("Factor on these weights.", default=1.0, above=0, maximum=1e6)
+    expert_groups: int = _count(
+        "Equal groups of experts, of which a token visits some.", default=1, maximum=2**16
+    )
+    groups_per_token: int = _count(
+        "Groups that a token may visit: those with the best expert (softmax) or pair of them (sigmoid).",
+        default=1,
+        maximum=2**16,
+    )
+    capacity_factor: float | None = key(
+        "Tokens of a sequence that an expert takes at most, over the even share; null: all that choose it.",
+        default=None,
+        above=0,
+        maximum=1e6,
+    )
+    balance_coefficient: float = key(
+        "Factor of the loss that evens out how often experts are visited in a sequence.",
+        default=0.01,
+        minimum=0,
+        maximum=1000,
+    )
+    z_coefficient: float = key(
+        "Factor of the loss that keeps the router's logits small.", default=0.0, minimum=0, maximum=1000
+    )
+    router_bias: bool = key(
+        "Whether a bias for each expert, which follows the load, takes part in the choice (DeepSeek-V3).",
+        default=False,
+    )
+    router_bias_speed: float = key(
+        "What a step adds to the bias of an expert with little load, or takes from it.",
+        default=0.001,
+        above=0,
+        maximum=1,
+    )
+
+
+ModelConfig = GPTConfig | LlamaConfig | MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,7 +614,7 @@ class HardwareConfig:
 class RunConfig:
     """A whole run."""
 
-    model: GPTConfig | LlamaConfig
+    model: GPTConfig | LlamaConfig | MoEConfig
     data: DataConfig
     train: TrainConfig
     optim: OptimConfig
@@ -525,9 +627,7 @@ class RunConfig:
     hardware: HardwareConfig
 
 
-MODEL_FAMILIES: Final[Mapping[str, type]] = {"gpt": GPTConfig, "llama": LlamaConfig}
-PLANNED_FAMILIES: Final = ("moe",)
-"""Families whose presets describe a model for the planner; this version cannot build them."""
+MODEL_FAMILIES: Final[Mapping[str, type]] = {"gpt": GPTConfig, "llama": LlamaConfig, "moe": MoEConfig}
 SECTIONS: Final[Mapping[str, type]] = {
     "data": DataConfig,
     "train": TrainConfig,

@@ -124,7 +124,8 @@ class _GroupedLinearComposed(function_class):
             product = ops.MatMul(transpose_a=True)
             by_group = {group: product(dy[start:stop], x[start:stop]) for group, start, stop in groups}
             empty = mint.zeros(weight.shape[1:], dtype=weight.dtype)
-            dweight = mint.stack([by_group.get(group, empty) for group in range(len(ctx.counts))])
+            parts = [by_group.get(group, empty) for group in range(len(ctx.counts))]
+            dweight = mint.cat(tuple(parts)).reshape(weight.shape)
         return dx, dweight, None
 
 

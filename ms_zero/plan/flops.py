@@ -27,10 +27,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
+from ms_zero.plan.shapes import Attention, LayerShape, ModelShape, from_config
 
 if TYPE_CHECKING:
-    from ms_zero.config import GPTConfig, LlamaConfig
+    from ms_zero.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,10 @@ def forward_flops_per_token(
     )
 
 
-def model_flops_per_token(model: GPTConfig | LlamaConfig, seq_len: int) -> ForwardFlops:
+def model_flops_per_token(model: ModelConfig, seq_len: int) -> ForwardFlops:
     """Count one forward pass per token of a configured model."""
+    if model.family == "moe":
+        return shape_flops(from_config(model), seq_len)
     if model.family == "llama":
         heads = {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     else:
@@ -201,6 +203,6 @@ def model_flops_per_token(model: GPTConfig | LlamaConfig, seq_len: int) -> Forwa
     )
 
 
-def train_flops_per_token(model: GPTConfig | LlamaConfig, seq_len: int) -> int:
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Model FLOPs of training per token, forward and backward: 6 per matrix parameter plus attention."""
     return model_flops_per_token(model, seq_len).train

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ms_zero.config import GPTConfig, LlamaConfig
+    from ms_zero.config import GPTConfig, ModelConfig, MoEConfig
 
 Norm = Literal["layernorm", "rmsnorm", "none"]
 
@@ -198,6 +198,8 @@ def from_config(model: GPTConfig | LlamaConfig, name: str = "") -> ModelShape:
     """The shape of a model that the training config builds."""
     if model.family == "gpt":
         return _from_gpt(model, name or "gpt")
+    if model.family == "moe":
+        return _from_moe(model, name or "moe")
     assert model.family == "llama", model.family
     attention = Attention(
         num_heads=model.num_heads,
@@ -242,4 +244,55 @@ def _from_gpt(model: GPTConfig, name: str) -> ModelShape:
         norm="layernorm",
         learned_positions=model.max_seq_len,
         tie_embeddings=model.tie_embeddings,
+    )
+
+
+def _from_moe(model: MoEConfig, name: str) -> ModelShape:
+    attention = _expert_model_attention(model)
+    experts = Experts(
+        num_experts=model.num_experts,
+        top_k=model.experts_per_token,
+        ffn_hidden_size=model.expert_ffn_hidden_size,
+        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
+        shared_gate=model.shared_gate,
+        router_bias=model.router_bias,
+    )
+    blocks = [(model.num_layers - model.dense_layers, LayerShape(attention=attention, experts=experts))]
+    if model.dense_layers:
+        mlp = Mlp(ffn_hidden_size=model.ffn_hidden_size, gated=True)
+        blocks.insert(0, (model.dense_layers, LayerShape(attention=attention, mlp=mlp)))
+    return ModelShape(
+        name=name,
+        family="moe",
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        blocks=tuple(block for block in blocks if block[0]),
+        max_seq_len=model.max_seq_len,
+        norm="rmsnorm",
+        tie_embeddings=model.tie_embeddings,
+    )
+
+
+def _expert_model_attention(model: MoEConfig) -> Attention:
+    latent = model.latent
+    if latent is None:
+        return Attention(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            value_head_dim=model.head_dim,
+            qkv_bias=model.qkv_bias,
+            qk_norm="head" if model.qk_norm else "none",
+        )
+    return Attention(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_heads,
+        head_dim=latent.nope_head_dim + latent.rope_head_dim,
+        value_head_dim=latent.value_head_dim,
+        latent=Latent(
+            q_rank=latent.q_rank,
+            kv_rank=latent.kv_rank,
+            nope_head_dim=latent.nope_head_dim,
+            rope_head_dim=latent.rope_head_dim,
+        ),
     )

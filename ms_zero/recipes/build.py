@@ -8,7 +8,7 @@ from mindspore import nn
 from ms_zero import models
 from ms_zero._compat import device_target
 from ms_zero.comm import Communicator, ProcessMesh
-from ms_zero.config import DataConfig, GPTConfig, LlamaConfig, OptimConfig, PrecisionConfig, RunConfig
+from ms_zero.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.memory import apply_recompute, compress_activations, offload_activations
 from ms_zero.models.init import InitRule, init_rules, initial_values
@@ -22,6 +22,7 @@ from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.moe import build_decoder
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
 from ms_zero.recipes.tensor import CutModel, cut_model
 from ms_zero.zero.api import data_groups
@@ -212,8 +213,10 @@ def build_scaler(config: PrecisionConfig) -> LossScaler:
     return StaticLossScaler(config.initial_scale if config.loss_scale == "static" else 1.0)
 
 
-def build_model(config: GPTConfig | LlamaConfig) -> nn.Cell:
+def build_model(config: ModelConfig) -> nn.Cell:
     """The plain model of a family; its parameters have shapes and no values yet."""
+    if config.family == "moe":
+        return build_decoder(config)
     values = {key: value for key, value in vars(config).items() if key != "family"}
     family = {"gpt": models.GPT, "llama": models.Llama}[config.family]
     return family(**values)

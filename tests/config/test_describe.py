@@ -47,10 +47,11 @@ def test_a_section_lists_all_its_keys(section):
         ("train.eval_samples", ["only when train.eval_interval is at least 1"]),
         ("data.files", ["a list of texts", "default  []"]),
         ("optim.schedule", ["one of cosine, linear, constant, wsd", "default  cosine"]),
-        ("model.rope_theta", ["model.rope_theta (llama)"]),
+        ("model.rope_theta", ["model.rope_theta (llama, moe)"]),
         ("model.rope_scaling", ["model.rope_scaling.factor", "default  null"]),
         ("model.rope_scaling.factor", ["a number at least 1", "none: it has to be set"]),
         ("model.ffn_hidden_size", ["(gpt)\n", "auto: 4 x hidden_size", "(llama)\n", "none: it has"]),
+        ("model.ffn_hidden_size", ["(moe)\n", "default  null"]),
         ("model.hidden_size", ["model.hidden_size\n"]),
     ],
 )

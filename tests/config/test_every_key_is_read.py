@@ -19,6 +19,7 @@ PACKAGE = Path(ms_zero.__file__).parent
 RUN = "a run config"
 OWNERS = {"RunConfig": RUN, "ModelConfig": "model", "RopeScaling": "model.rope_scaling"}
 OWNERS["DataPart"] = "data.parts"
+OWNERS["LatentConfig"] = "model.latent"
 OWNERS |= {owner.__name__: "model" for owner in schema.MODEL_FAMILIES.values()}
 OWNERS |= {owner.__name__: name for name, owner in schema.SECTIONS.items()}
 SECTIONS = set(OWNERS.values()) - {RUN}
@@ -161,6 +162,12 @@ def test_every_model_key_reaches_the_model(package, name):
         used |= next(parameters for parameters in found if parameters is not None)
     unread = [key for key in schema.keys_of(CONSTRUCTORS["model"][name]) if key not in used]
     assert unread == []
+
+
+def test_every_key_of_a_model_with_experts_is_read(package):
+    reads, _, _ = package
+    assert [name for name in schema.keys_of(schema.MoEConfig) if f"model.{name}" not in reads] == []
+    assert [name for name in schema.keys_of(schema.LatentConfig) if f"model.latent.{name}" not in reads] == []
 
 
 def test_every_key_of_rope_scaling_is_read(package):

@@ -15,6 +15,8 @@ optim: {warmup_steps: 2}
 """
 SCALING = "model.rope_scaling={factor: 8, low_freq_factor: %s, high_freq_factor: 4, original_max_seq_len: 64}"
 GPT = LLAMA.replace("llama", "gpt")
+TOP_K, TOP_G = "model.experts_per_token", "model.groups_per_token"
+MIXTRAL, DEEPSEEK = LLAMA.replace("llama", "mixtral"), LLAMA.replace("llama", "deepseek")
 GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
 RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
 STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
@@ -60,6 +62,17 @@ CASES = [
     ("MZ022", "model.head_dim", ["model.head_dim=33"], ["model.head_dim=34"], 1, LLAMA),
     ("MZ023", "model.vocab_size", ["model.vocab_size=256"], ["model.vocab_size=257"], 1, GPT),
     ("MZ024", "model.rope_scaling.low_freq_factor", [SCALING % 4], [SCALING % 1], 1, LLAMA),
+    ("MZ025", "model.experts_per_token", [f"{TOP_K}=5"], [f"{TOP_K}=4"], 1, MIXTRAL),
+    ("MZ025", "model.experts_per_token", [f"{TOP_K}=5"], [f"{TOP_K}=4"], 1, DEEPSEEK),
+    ("MZ025", "model.expert_groups", ["model.expert_groups=3"], ["model.expert_groups=2"], 1, DEEPSEEK),
+    ("MZ025", "model.groups_per_token", [f"{TOP_G}=5"], [f"{TOP_G}=1"], 1, DEEPSEEK),
+    ("MZ026", "model.dense_layers", ["model.dense_layers=5"], ["model.dense_layers=4"], 1, DEEPSEEK),
+    ("MZ026", "model.ffn_hidden_size", ["model.dense_layers=1"], [], 1, MIXTRAL),
+    ("MZ026", "model.shared_gate", ["model.shared_gate=true"], [], 1, MIXTRAL),
+    ("MZ027", "model.latent.rope_head_dim", ["model.latent.rope_head_dim=7"], [], 1, DEEPSEEK),
+    ("MZ027", "model.num_kv_heads", ["model.num_kv_heads=2"], ["model.latent.nope_head_dim=7"], 1, DEEPSEEK),
+    ("MZ027", "model.qk_norm", ["model.qk_norm=true"], ["model.qk_norm=false"], 1, DEEPSEEK),
+    ("MZ028", "parallel.tp", ["parallel.tp=2"], ["parallel.tp=1"], 2, DEEPSEEK),
     ("MZ030", "data.seq_len", ["data.seq_len=257"], ["data.seq_len=256"], 1, GPT),
     ("MZ030", "data.seq_len", ["model.max_seq_len=63"], ["model.max_seq_len=64"], 1, LLAMA),
     ("MZ031", "data.files", ["data.source=files"], ["data.source=files", "data.files=[a]"], 1, GPT),
@@ -369,6 +382,7 @@ def test_rules_read_keys_that_exist():
         keys |= {f"{section}.{name}" for name in schema.keys_of(owner)}
     for rule in RULES:
         assert set(rule.reads) <= keys, rule.id
+    keys |= {f"model.latent.{name}" for name in schema.keys_of(schema.LatentConfig)}
 
 
 def test_the_table_of_tokenizers_agrees_with_the_tokenizers():

@@ -5,7 +5,8 @@ import pytest
 
 from ms_zero.config import RunConfig, schema
 
-OWNERS = [*schema.MODEL_FAMILIES.values(), schema.RopeScaling, schema.DataPart, *schema.SECTIONS.values()]
+NESTED = (schema.RopeScaling, schema.LatentConfig, schema.DataPart)
+OWNERS = [*schema.MODEL_FAMILIES.values(), *NESTED, *schema.SECTIONS.values()]
 
 
 def test_the_sections_are_those_of_a_run():

@@ -1,7 +1,7 @@
 import pytest
 
 from ms_zero.config import load_config
-from ms_zero.plan.models import load_model, model_names, trainable_names
+from ms_zero.plan.models import load_model, model_names
 from ms_zero.plan.parameters import (
     active_parameters,
     count_parameters,
@@ -23,15 +23,16 @@ def built_parameters(path):
     return sum(param.size for param in model.get_parameters())
 
 
-@pytest.mark.parametrize("name", trainable_names())
+@pytest.mark.parametrize("name", model_names())
 def test_counts_equal_the_built_models(tmp_path, name):
-    """Of every preset with two layers (the time to build grows with layers), plus the others' layers."""
-    path = tmp_path / "run.yaml"
-    path.write_text(f"include: [models/{name}]\nmodel: {{num_layers: 2}}\n{REST}")
-    built, shape = built_parameters(path), load_model(name)
+    """Of every preset with few layers (the time to build grows with them), plus the others' layers."""
+    path, shape = tmp_path / "run.yaml", load_model(name)
+    dense = shape.blocks[0][0] if len(shape.blocks) > 1 else 0
+    path.write_text(f"include: [models/{name}]\nmodel: {{num_layers: {dense + 2}}}\n{REST}")
+    built = built_parameters(path)
     assert count_parameters(load_model(str(path))) == built
-    each = layer_parameters(shape.blocks[0][1], shape.hidden_size, shape.norm).total
-    assert count_parameters(shape) == built + (shape.num_layers - 2) * each
+    each = layer_parameters(shape.blocks[-1][1], shape.hidden_size, shape.norm).total
+    assert count_parameters(shape) == built + (shape.num_layers - dense - 2) * each
 
 
 def test_counts_equal_a_built_model_of_many_layers(tmp_path):
@@ -49,6 +50,13 @@ def test_counts_equal_a_built_model_of_many_layers(tmp_path):
         "head_dim: 10, ffn_hidden_size: 50, max_seq_len: 70, qkv_bias: true, qk_norm: true}",
         "{family: llama, vocab_size: 263, hidden_size: 24, num_layers: 1, num_heads: 6, ffn_hidden_size: 50, "
         "max_seq_len: 70, tie_embeddings: true}",
+        "{family: moe, vocab_size: 263, hidden_size: 24, num_layers: 3, num_heads: 6, num_kv_heads: 2, "
+        "head_dim: 10, max_seq_len: 70, qkv_bias: true, qk_norm: true, num_experts: 6, experts_per_token: 3, "
+        "expert_ffn_hidden_size: 14, shared_ffn_hidden_size: 22, shared_gate: true, tie_embeddings: true}",
+        "{family: moe, vocab_size: 263, hidden_size: 24, num_layers: 3, num_heads: 5, max_seq_len: 70, "
+        "latent: {kv_rank: 9, nope_head_dim: 7, rope_head_dim: 4, value_head_dim: 5}, dense_layers: 2, "
+        "ffn_hidden_size: 50, num_experts: 6, experts_per_token: 3, expert_ffn_hidden_size: 14, "
+        "router: sigmoid, router_bias: true}",
     ],
 )
 def test_counts_equal_unusual_built_models(tmp_path, model):
