@@ -14,13 +14,16 @@ from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, render
 from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
+from ms_zero.graph.build import build_graph_engine
+from ms_zero.graph.engine import GraphEngine
 from ms_zero.hardware import peak_flops
 from ms_zero.kernels import default_target
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
 from ms_zero.optim.schedule import Schedule
 from ms_zero.plan.flops import train_flops_per_token
 from ms_zero.recipes.account import account, sent_bytes
-from ms_zero.recipes.build import DATA_AXES, build_engine
+from ms_zero.recipes.build import DATA_AXES, build_engine, build_model, build_resets, build_scaler
+from ms_zero.recipes.eager import EagerEngine
 from ms_zero.trainer import StepResult, Trainer
 
 # So many skipped steps in a row mean that the run is broken, not that one batch was unlucky. Steps whose
@@ -62,7 +65,7 @@ def build_trainer(
     pmesh = ProcessMesh(mesh_of(config, comm.world_size), comm)
     train = config.train
     return Trainer(
-        build_engine(config, pmesh, model),
+        _build_engine(config, pmesh, model),
         text.train_loader(train.seed),
         build_schedule(config),
         comm=comm,
@@ -71,6 +74,16 @@ def build_trainer(
         micro_batch_size=train.micro_batch_size,
         clip_norm=config.optim.clip_norm,
     )
+
+
+def _build_engine(
+    config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None
+) -> EagerEngine | GraphEngine:
+    if config.engine.kind == "eager":
+        return build_engine(config, pmesh, model)
+    model = build_model(config.model) if model is None else model
+    scaler, resets = build_scaler(config.precision), build_resets(config.data)
+    return build_graph_engine(config, pmesh, model, scaler=scaler, resets=resets)
 
 
 def build_schedule(config: RunConfig) -> Schedule:
@@ -215,11 +228,10 @@ class _Session:
         return interval > 0 and (result.step % interval == 0 or result.step == self.config.train.steps)
 
     def _timed_step(self, stop: StopFlag) -> StepResult:
-        sharded = self.trainer.engine.sharded
-        sent_before = sent_bytes(self.comm.counters, sharded)
+        sent_before = self._sent_bytes()
         result = self.trainer.step(stop_requested=stop.requested)
         if result.nonfinite is None and not self.has_account:
-            self._account(result, sent_bytes(self.comm.counters, sharded) - sent_before)
+            self._account(result, self._sent_bytes() - sent_before)
         rates = self.throughput.step(result.num_samples * self.config.data.seq_len)
         if result.nonfinite:
             self.monitor.event(
@@ -233,13 +245,20 @@ class _Session:
             self.monitor.log(self._record(result, rates))
         return result
 
+    def _sent_bytes(self) -> int:
+        """What the engine has counted so far; collectives inside graphs are not."""
+        engine = self.trainer.engine
+        return 0 if isinstance(engine, GraphEngine) else sent_bytes(self.comm.counters, engine.sharded)
+
     def _account(self, result: StepResult, sent: int) -> None:
         """Tell once what a step sends and holds, beside the theory."""
         rows = self.config.train.micro_batch_size * self.trainer.num_replicas
         engine = self.trainer.engine
-        found = account(
-            engine.sharded, engine.optimizer, sent=sent, num_microbatches=result.num_samples // rows
-        )
+        if isinstance(engine, GraphEngine):
+            found = engine.account()
+        else:
+            count = result.num_samples // rows
+            found = account(engine.sharded, engine.optimizer, sent=sent, num_microbatches=count)
         for line in found.lines():
             self.monitor.message(line)
         self.monitor.note("account", **found.fields())

@@ -12,6 +12,7 @@ from mindspore import Tensor
 
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import IGNORED_LABEL, Batch, BatchSchedule, SampleSequence
+from ms_zero.graph.engine import GraphEngine
 from ms_zero.optim.clip import decide
 from ms_zero.optim.schedule import Schedule
 from ms_zero.recipes.eager import EagerEngine
@@ -60,7 +61,7 @@ class Trainer:
 
     def __init__(
         self,
-        engine: EagerEngine,
+        engine: EagerEngine | GraphEngine,
         loader: SampleSequence,
         schedule: Schedule,
         *,

@@ -289,6 +289,16 @@ def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
 
 
+def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["engine.kind"] != "graph":
+        return
+    for path, available in _GRAPH_ENGINE.items():
+        if facts.known(path) and facts.values[path] not in available:
+            value = show(facts.values[path]).strip("'")
+            options = " or ".join(show(each).strip("'") for each in available)
+            yield path, f"{value} is not available with engine graph; only {options} is"
+
+
 def _check_tensor_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
     degree = facts.values["parallel.tp"]
     heads, kv_heads = facts.values["model.num_heads"], facts.values.get("model.num_kv_heads")
@@ -431,6 +441,26 @@ _FILE_SOURCES = ("files", "jsonl", "megatron")
 # Longest pattern after which a mixture repeats, see ms_zero.data.mixture.
 _MIXTURE_PERIOD = 1 << 16
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# What the graph engine runs in this version, of the keys that it does not run in full.
+_GRAPH_ENGINE = {
+    "model.family": ("gpt", "llama"),
+    "model.dropout": (0.0,),
+    "train.debug_collectives": (False,),
+    "parallel.pp": (1,),
+    "parallel.cp": (1,),
+    "parallel.tp": (1,),
+    "parallel.ep": (1,),
+    "parallel.zero_stage": (0,),
+    "precision.param": ("fp32",),
+    "precision.compute": ("fp32",),
+    "precision.reduce": ("fp32",),
+    "precision.accumulate": ("fp32",),
+    "memory.recompute": ("none",),
+    "memory.activations": ("device",),
+    "offload.optimizer": ("none",),
+    "offload.params": ("none",),
+    "hardware.target": ("CPU", "Ascend"),
+}
 
 _SECTION_RULES = (
     Rule(
@@ -736,6 +766,16 @@ _PARALLEL_RULES = (
         "meaning.",
         "Set parallel.cp to 1.",
         check=_check_axes,
+    ),
+    Rule(
+        "MZ069",
+        "The graph engine runs this",
+        "unavailable",
+        "engine: graph compiles training steps with MindSpore. This version runs data parallelism with whole "
+        "states in fp32 that way; the eager engine runs everything else.",
+        "Change the key as the message says, or set engine to eager.",
+        ("engine.kind",),
+        _check_graph_engine,
     ),
     Rule(
         "MZ057",

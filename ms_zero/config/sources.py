@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ms_zero import resources
-from ms_zero.config import reader
+from ms_zero.config import reader, schema
 from ms_zero.config.findings import Finding, show
 from ms_zero.config.reader import Node
 from ms_zero.errors import UserError
@@ -192,6 +192,8 @@ class _Gatherer:
         for key, node in entries.items():
             # A section whose lines are all commented out reads as null and means: nothing said here.
             value = {} if top and node.value is None else node.value
+            if top and key in schema.SHORTHANDS and not isinstance(value, dict):
+                value = {schema.SHORTHANDS[key]: node}
             if not isinstance(value, dict):
                 table.entries[key] = Setting(node, self._layers)
                 continue
