@@ -194,7 +194,7 @@ class ModelShape:
         return tuple(found)
 
 
-def from_config(model: GPTConfig | LlamaConfig, name: str = "") -> ModelShape:
+def from_config(model: ModelConfig, name: str = "") -> ModelShape:
     """The shape of a model that the training config builds."""
     if model.family == "gpt":
         return _from_gpt(model, name or "gpt")
