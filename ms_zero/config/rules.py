@@ -289,6 +289,16 @@ def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
 
 
+def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["engine.kind"] != "graph":
+        return
+    for path, available in _GRAPH_ENGINE.items():
+        if facts.known(path) and facts.values[path] not in available:
+            value = show(facts.values[path]).strip("'")
+            options = " or ".join(show(each).strip("'") for each in available)
+            yield path, f"{value} is not available with engine graph; only {options} is"
+
+
 def _check_tensor_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
     degree = facts.values["parallel.tp"]
     heads, kv_heads = facts.values["model.num_heads"], facts.values.get("model.num_kv_heads")
@@ -431,6 +441,26 @@ _FILE_SOURCES = ("files", "jsonl", "megatron")
 # Longest pattern after which a mixture repeats, see ms_zero.data.mixture.
 _MIXTURE_PERIOD = 1 << 16
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# What the graph engine runs in this version, of the keys that it does not run in full.
+_GRAPH_ENGINE = {
+    "model.family": ("gpt", "llama"),
+    "model.dropout": (0.0,),
+    "train.debug_collectives": (False,),
+    "parallel.pp": (1,),
+    "parallel.cp": (1,),
+    "parallel.tp": (1,),
+    "parallel.ep": (1,),
+    "parallel.zero_stage": (0,),
+    "precision.param": ("fp32",),
+    "precision.compute": ("fp32",),
+    "precision.reduce": ("fp32",),
+    "precision.accumulate": ("fp32",),
+    "memory.recompute": ("none",),
+    "memory.activations": ("device",),
+    "offload.optimizer": ("none",),
+    "offload.params": ("none",),
+    "hardware.target": ("CPU", "Ascend"),
+}
 
 _SECTION_RULES = (
     Rule(
@@ -498,57 +528,6 @@ _MODEL_RULES = (
         "Use low_freq_factor < high_freq_factor (Llama 3.1: 1 and 4).",
         ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
         _check_rope_scaling,
-    ),
-    Rule(
-        "MZ025",
-        "A token visits experts that there are",
-        "error",
-        "experts_per_token experts are chosen from groups_per_token of expert_groups equal groups of "
-        "num_experts experts.",
-        "Lower the number that the message names, or raise the one that it is compared with.",
-        tuple(
-            f"model.{name}"
-            for name in ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
-        ),
-        _check_experts,
-    ),
-    Rule(
-        "MZ026",
-        "Dense layers and shared experts have a width",
-        "error",
-        "The first dense_layers layers have a gated MLP of width ffn_hidden_size, the others experts. Shared "
-        "experts are one MLP that every token visits.",
-        "Give ffn_hidden_size or shared_ffn_hidden_size, or remove what needs it.",
-        tuple(
-            f"model.{name}"
-            for name in (
-                "dense_layers",
-                "num_layers",
-                "ffn_hidden_size",
-                "shared_gate",
-                "shared_ffn_hidden_size",
-            )
-        ),
-        _check_expert_layers,
-    ),
-    Rule(
-        "MZ027",
-        "Latent attention has heads of its own",
-        "error",
-        "Its queries and keys are nope_head_dim + rope_head_dim wide, there are as many keys as queries, and "
-        "no biases or norms of heads.",
-        "Remove num_kv_heads, head_dim, qkv_bias and qk_norm, or model.latent; use an even rope_head_dim.",
-        ("model.latent.rope_head_dim",),
-        _check_latent,
-    ),
-    Rule(
-        "MZ028",
-        "Tensor parallelism does not cut experts yet",
-        "unavailable",
-        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
-        "Set parallel.tp to 1.",
-        ("model.family", "parallel.tp"),
-        _check_experts_uncut,
     ),
 )
 _BATCH_RULES = (
@@ -655,6 +634,57 @@ _RAMPUP_RULES = (
         "MZ044",
         "The batch ramp-up takes whole steps",
         "error",
+    Rule(
+        "MZ025",
+        "A token visits experts that there are",
+        "error",
+        "experts_per_token experts are chosen from groups_per_token of expert_groups equal groups of "
+        "num_experts experts.",
+        "Lower the number that the message names, or raise the one that it is compared with.",
+        tuple(
+            f"model.{name}"
+            for name in ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
+        ),
+        _check_experts,
+    ),
+    Rule(
+        "MZ026",
+        "Dense layers and shared experts have a width",
+        "error",
+        "The first dense_layers layers have a gated MLP of width ffn_hidden_size, the others experts. Shared "
+        "experts are one MLP that every token visits.",
+        "Give ffn_hidden_size or shared_ffn_hidden_size, or remove what needs it.",
+        tuple(
+            f"model.{name}"
+            for name in (
+                "dense_layers",
+                "num_layers",
+                "ffn_hidden_size",
+                "shared_gate",
+                "shared_ffn_hidden_size",
+            )
+        ),
+        _check_expert_layers,
+    ),
+    Rule(
+        "MZ027",
+        "Latent attention has heads of its own",
+        "error",
+        "Its queries and keys are nope_head_dim + rope_head_dim wide, there are as many keys as queries, and "
+        "no biases or norms of heads.",
+        "Remove num_kv_heads, head_dim, qkv_bias and qk_norm, or model.latent; use an even rope_head_dim.",
+        ("model.latent.rope_head_dim",),
+        _check_latent,
+    ),
+    Rule(
+        "MZ028",
+        "Tensor parallelism does not cut experts yet",
+        "unavailable",
+        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
+        "Set parallel.tp to 1.",
+        ("model.family", "parallel.tp"),
+        _check_experts_uncut,
+    ),
         "The global batch grows from rampup_start by rampup_increment to global_batch_size. Every size on "
         "the way must be whole microbatches on every rank, and the last increment must end at the full size.",
         "Use multiples of micro_batch_size x dp for both, with an increment that divides "
@@ -736,6 +766,16 @@ _PARALLEL_RULES = (
         "meaning.",
         "Set parallel.cp to 1.",
         check=_check_axes,
+    ),
+    Rule(
+        "MZ069",
+        "The graph engine runs this",
+        "unavailable",
+        "engine: graph compiles training steps with MindSpore. This version runs data parallelism with whole "
+        "states in fp32 that way; the eager engine runs everything else.",
+        "Change the key as the message says, or set engine to eager.",
+        ("engine.kind",),
+        _check_graph_engine,
     ),
     Rule(
         "MZ057",

@@ -611,6 +611,17 @@ class HardwareConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What executes the steps of a run."""
+
+    kind: Literal["eager", "graph"] = key(
+        "eager: operation by operation, with every technique; graph: steps compiled by MindSpore. May be "
+        "written as engine: graph.",
+        default="eager",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run."""
 
@@ -625,6 +636,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     monitor: MonitorConfig
     hardware: HardwareConfig
+    engine: EngineConfig
 
 
 MODEL_FAMILIES: Final[Mapping[str, type]] = {"gpt": GPTConfig, "llama": LlamaConfig, "moe": MoEConfig}
@@ -639,7 +651,10 @@ SECTIONS: Final[Mapping[str, type]] = {
     "checkpoint": CheckpointConfig,
     "monitor": MonitorConfig,
     "hardware": HardwareConfig,
+    "engine": EngineConfig,
 }
+SHORTHANDS: Final[Mapping[str, str]] = {"engine": "kind"}
+"""Sections that may be written as one value, and the key that it sets."""
 
 
 def keys_of(section: type) -> dict[str, tuple[Key, Any]]:
