@@ -529,6 +529,57 @@ _MODEL_RULES = (
         ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
         _check_rope_scaling,
     ),
+    Rule(
+        "MZ025",
+        "A token visits experts that there are",
+        "error",
+        "experts_per_token experts are chosen from groups_per_token of expert_groups equal groups of "
+        "num_experts experts.",
+        "Lower the number that the message names, or raise the one that it is compared with.",
+        tuple(
+            f"model.{name}"
+            for name in ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
+        ),
+        _check_experts,
+    ),
+    Rule(
+        "MZ026",
+        "Dense layers and shared experts have a width",
+        "error",
+        "The first dense_layers layers have a gated MLP of width ffn_hidden_size, the others experts. Shared "
+        "experts are one MLP that every token visits.",
+        "Give ffn_hidden_size or shared_ffn_hidden_size, or remove what needs it.",
+        tuple(
+            f"model.{name}"
+            for name in (
+                "dense_layers",
+                "num_layers",
+                "ffn_hidden_size",
+                "shared_gate",
+                "shared_ffn_hidden_size",
+            )
+        ),
+        _check_expert_layers,
+    ),
+    Rule(
+        "MZ027",
+        "Latent attention has heads of its own",
+        "error",
+        "Its queries and keys are nope_head_dim + rope_head_dim wide, there are as many keys as queries, and "
+        "no biases or norms of heads.",
+        "Remove num_kv_heads, head_dim, qkv_bias and qk_norm, or model.latent; use an even rope_head_dim.",
+        ("model.latent.rope_head_dim",),
+        _check_latent,
+    ),
+    Rule(
+        "MZ028",
+        "Tensor parallelism does not cut experts yet",
+        "unavailable",
+        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
+        "Set parallel.tp to 1.",
+        ("model.family", "parallel.tp"),
+        _check_experts_uncut,
+    ),
 )
 _BATCH_RULES = (
     Rule(
@@ -634,57 +685,6 @@ _RAMPUP_RULES = (
         "MZ044",
         "The batch ramp-up takes whole steps",
         "error",
-    Rule(
-        "MZ025",
-        "A token visits experts that there are",
-        "error",
-        "experts_per_token experts are chosen from groups_per_token of expert_groups equal groups of "
-        "num_experts experts.",
-        "Lower the number that the message names, or raise the one that it is compared with.",
-        tuple(
-            f"model.{name}"
-            for name in ("num_experts", "experts_per_token", "expert_groups", "groups_per_token")
-        ),
-        _check_experts,
-    ),
-    Rule(
-        "MZ026",
-        "Dense layers and shared experts have a width",
-        "error",
-        "The first dense_layers layers have a gated MLP of width ffn_hidden_size, the others experts. Shared "
-        "experts are one MLP that every token visits.",
-        "Give ffn_hidden_size or shared_ffn_hidden_size, or remove what needs it.",
-        tuple(
-            f"model.{name}"
-            for name in (
-                "dense_layers",
-                "num_layers",
-                "ffn_hidden_size",
-                "shared_gate",
-                "shared_ffn_hidden_size",
-            )
-        ),
-        _check_expert_layers,
-    ),
-    Rule(
-        "MZ027",
-        "Latent attention has heads of its own",
-        "error",
-        "Its queries and keys are nope_head_dim + rope_head_dim wide, there are as many keys as queries, and "
-        "no biases or norms of heads.",
-        "Remove num_kv_heads, head_dim, qkv_bias and qk_norm, or model.latent; use an even rope_head_dim.",
-        ("model.latent.rope_head_dim",),
-        _check_latent,
-    ),
-    Rule(
-        "MZ028",
-        "Tensor parallelism does not cut experts yet",
-        "unavailable",
-        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
-        "Set parallel.tp to 1.",
-        ("model.family", "parallel.tp"),
-        _check_experts_uncut,
-    ),
         "The global batch grows from rampup_start by rampup_increment to global_batch_size. Every size on "
         "the way must be whole microbatches on every rank, and the last increment must end at the full size.",
         "Use multiples of micro_batch_size x dp for both, with an increment that divides "
