@@ -88,6 +88,7 @@ def build_library(
     *,
     extra_flags: Sequence[str] = (),
     jobs: int | None = None,
+    mode: int = 0o755,
     announce: Callable[[str], None] = lambda message: None,
 ) -> Build:
     """Compile all CPU sources under `root` and put the library into `folder` (made when missing).
@@ -101,6 +102,7 @@ def build_library(
         folder: where the library goes.
         extra_flags: appended to compiling and linking, for sanitizers.
         jobs: compilers at the same time; None for the number of usable cores.
+        mode: permissions of the library, whatever the umask is.
         announce: is told in one line what is about to be built with which compiler.
 
     Raises:
@@ -121,6 +123,7 @@ def build_library(
             list(pool.map(run_tool, commands))
         library = Path(scratch) / "library.so"
         run_tool([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        library.chmod(mode)
         target = folder / library_name(root, variant)
         library.replace(target)
     return Build(target, variant.name, compiler)

@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,7 @@ def find_library(variant: Variant) -> Found | None:
     if shipped.is_file():
         return Found(shipped, variant.name, "package")
     for path in (folder / name for folder in _cache_folders()):
-        if path.is_file() and _is_private(path):
+        if _is_ours(path):
             return Found(path, variant.name, "cache")
     return None
 
@@ -62,17 +62,12 @@ def ensure_built(
         with _locked(folder / f"{variant.name}.lock"):
             found = find_library(variant)
             if found is None:
-                _build(variant, folder, announce)
+                build_library(source_root(), variant, folder, mode=0o500, announce=announce)
                 found = find_library(variant)
     except (UserError, OSError) as error:
         raise UserError(f"kernels: cannot build the CPU kernels: {error}; {_HOW_TO}") from None
     assert found is not None
     return found
-
-
-def _build(variant: Variant, folder: Path, announce: Callable[[str], None]) -> None:
-    build = build_library(source_root(), variant, folder, announce=announce)
-    build.path.chmod(0o500)  # whatever the umask is
 
 
 def load_library(variant: str | None = None) -> ctypes.CDLL:
@@ -105,8 +100,12 @@ def installed_folder() -> Path:
 
 def _cache_folders() -> tuple[Path, ...]:
     """The user's cache, and for users without a usable home a folder of their own in the temporary one."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home / "ms_zero" / "native", Path(tempfile.gettempdir()) / f"ms_zero-{os.getuid()}" / "native"
+    temporary = Path(tempfile.gettempdir()) / f"ms_zero-{os.getuid()}" / "native"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # a user of a container, without HOME and without an entry in /etc/passwd
+        return (temporary,)
+    return home / "ms_zero" / "native", temporary
 
 
 def _make_cache() -> Path:
@@ -128,6 +127,13 @@ def _make_cache() -> Path:
     raise UserError(f"no folder can keep the library ({'; '.join(reasons)})")
 
 
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.is_file() and _is_private(path)
+    except OSError:  # HOME may be the unreadable one of somebody else; the file may be replaced meanwhile
+        return False
+
+
 def _is_private(path: Path) -> bool:
     for each in (path, path.parent):
         found = each.stat()
@@ -139,7 +145,9 @@ def _is_private(path: Path) -> bool:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        # Some network file systems have no locks: there every process builds the same library.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "abi.h"
@@ -59,14 +61,32 @@ void run_with_new_threads(int parts, void (*work)(void *, int), void *context) {
   for (int i = 1; i < made; ++i) pthread_join(threads[i], nullptr);
 }
 
-// The process whose OpenMP threads exist. After a fork the child inherits their book-keeping without the threads
-// and would wait for them for ever.
+// Whether this process came from a fork and has called no exec since: PF_FORKNOEXEC among the flags that Linux
+// shows in /proc/self/stat, the 7th number after the name in parentheses.
+bool is_forked() {
+  std::FILE *file = std::fopen("/proc/self/stat", "re");
+  if (file == nullptr) return false;
+  char text[1024];
+  text[std::fread(text, 1, sizeof text - 1, file)] = '\0';
+  std::fclose(file);
+  const char *end_of_name = std::strrchr(text, ')');
+  unsigned flags = 0;
+  const int found = end_of_name ? std::sscanf(end_of_name, ") %*c %*d %*d %*d %*d %*d %u", &flags) : 0;
+  return found == 1 && (flags & 0x40u) != 0;
+}
+
+// The process that may use OpenMP, -1 for none. A forked child inherits the book-keeping of the threads of its
+// parent, whichever library made them, without the threads, and would wait for them for ever.
 std::atomic<pid_t> process_with_threads{0};
 
 bool may_use_openmp() {
   const pid_t self = getpid();
-  pid_t expected = 0;
-  return process_with_threads.compare_exchange_strong(expected, self) || expected == self;
+  pid_t user = process_with_threads;
+  if (user == 0) {
+    user = is_forked() ? -1 : self;
+    process_with_threads = user;
+  }
+  return user == self;
 }
 
 }  // namespace

@@ -181,6 +181,47 @@ def test_without_a_usable_home_the_temporary_folder_serves(tree):
     assert f" cache {temporary}/ms_zero-{os.getuid()}/native/" in shown
 
 
+@needs_compiler
+def test_a_home_of_somebody_else_or_none_at_all_is_passed_over(tree):
+    foreign, temporary = tree.parent / "foreign", tree.parent / "temporary"
+    foreign.mkdir()
+    temporary.mkdir()
+    # Root may read everything and has an entry: this stands in for users who may not, or have none.
+    closed = f"""
+import pathlib
+def close(name):
+    real = getattr(pathlib.Path, name)
+    def wrapped(self, *args, **options):
+        if str(self).startswith({str(foreign)!r}):
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **options)
+    setattr(pathlib.Path, name, wrapped)
+close("stat")
+close("mkdir")
+"""
+    nobody = """
+import pathlib
+def expanduser(self):
+    raise RuntimeError("Could not determine home directory.")
+pathlib.Path.expanduser = expanduser
+"""
+    for start_of_code in (closed, nobody):
+        shown = run(tree, start_of_code + REPORT, HOME=str(foreign), TMPDIR=str(temporary))
+        assert f" cache {temporary}/ms_zero-{os.getuid()}/native/" in shown
+        shutil.rmtree(temporary / f"ms_zero-{os.getuid()}")
+
+
+@needs_compiler
+def test_a_file_system_without_locks_serves(tree):
+    code = """
+import fcntl
+def flock(file, how):
+    raise OSError(38, "Function not implemented")
+fcntl.flock = flock
+"""
+    assert run(tree, code + REPORT).startswith("loaded")
+
+
 FORK = """
 import os, sys, signal, ctypes
 from ms_zero.native import load_library
@@ -193,7 +234,12 @@ def update():
     assert status == 0, status
 for i in range(200_000, 400_000):
     memory[i] = 1.0
-update()
+before = int(sys.argv[1])
+if before:
+    update()
+else:  # others may use OpenMP too, before this library does
+    other = ctypes.CDLL(sys.argv[2])
+    other.work(4)
 children = []
 for _ in range(3):
     child = os.fork()
@@ -201,15 +247,32 @@ for _ in range(3):
         signal.alarm(60)
         update()
         update()
-        os._exit(0 if all(value == 3.0 for value in memory[:200_000]) else 1)
+        os._exit(0 if all(value == 2.0 + before for value in memory[:200_000]) else 1)
     children.append(child)
 print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
+OTHER = """
+extern "C" int work(int threads) {
+  int count = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : count)
+  for (int i = 0; i < 100; ++i) ++count;
+  return count;
+}
+"""
+
+
 @needs_compiler
-def test_threads_work_in_a_process_forked_from_one_that_used_them(tree):
-    assert run(tree, FORK, OMP_NUM_THREADS="4") == "[0, 0, 0]"
+@pytest.mark.parametrize("user", ["this library", "another one"])
+def test_threads_work_in_a_process_forked_from_one_that_used_them(tree, user):
+    source = tree / "other.cc"
+    source.write_text(OTHER)
+    command = ["g++", "-shared", "-fPIC", "-fopenmp", str(source), "-o", str(tree / "other.so")]
+    subprocess.run(command, check=True)
+    code = FORK.replace("sys.argv[1]", str(int(user == "this library")))
+    shown = run(tree, code.replace("sys.argv[2]", repr(str(tree / "other.so"))), OMP_NUM_THREADS="4")
+    assert shown == "[0, 0, 0]"
 
 
 def test_the_best_variant_that_the_processor_has_is_taken():
