@@ -1,0 +1,202 @@
+"""What MindSpore's front end makes of a training cell on one rank of a cluster, found out without a cluster.
+
+A case names a function that builds a cell and its inputs. A process of its own takes the place of the rank,
+compiles the cell with MindSpore's front end for Ascend, and reports the operations of the graph. What is
+checked that way is what the compiler inserts: collectives, their groups, order and sizes, and the shapes of
+parameters.
+Kernels, memory, numbers and speed need a device.
+
+MindSpore is imported once, in a template process that forks a process for each case. This module does not
+import it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ms_zero.errors import UserError
+from ms_zero.graph.ir import Graph, parse
+
+_REPORT_GRACE_S = 20.0
+_ENVIRONMENT = {
+    "GLOG_v": "2",  # warnings: tests look for deprecations
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+class FrontEndUnavailable(UserError):
+    """This MindSpore cannot be made to compile without devices; the message says why."""
+
+
+class FrontEndError(RuntimeError):
+    """The build or the compilation of a case failed. The message holds the traceback."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one training step.
+
+    Attributes:
+        builder: "package.module:function" or "path/to/file.py:function"; called with ``arguments``, after the
+            process took the place of the rank. Returns the cell and the tuple of its inputs.
+        arguments: of the builder, as JSON can hold them.
+        rank: whose graph it is.
+        size: ranks in all.
+        local_size: devices of a machine.
+    """
+
+    builder: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    size: int = 8
+    local_size: int = 8
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out.
+
+    Attributes:
+        graph: operations and parameters.
+        messages: what MindSpore wrote to its log and Python warned about, a line each.
+        notes: what the builder had to say (a third result of it, as JSON can hold it).
+        seconds: that building and compiling took.
+    """
+
+    graph: Graph
+    messages: tuple[str, ...]
+    notes: Any
+    seconds: float
+
+    def deprecations(self) -> list[str]:
+        """Messages about deprecated MindSpore API."""
+        return [line for line in self.messages if "deprecated" in line.lower()]
+
+
+def compile_case(case: Case, *, timeout_s: float = 120.0, keep: Path | None = None) -> Compiled:
+    """Compile one case.
+
+    ``keep``: a file for the text of the graph.
+
+    Raises:
+        FrontEndUnavailable: this version of MindSpore is another than the one whose hooks are known.
+        UserError: what the builder refuses, with its message.
+        FrontEndError: anything else went wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="ms-zero-front-end-") as folder:
+        job = {
+            "builder": case.builder,
+            "arguments": dict(case.arguments),
+            "rank": case.rank,
+            "size": case.size,
+            "local_size": case.local_size,
+            "folder": folder,
+            "timeout_s": timeout_s,
+            "sys_path": sys.path,
+        }
+        report = _run(job, timeout_s + _REPORT_GRACE_S)
+        text = Path(folder, "graph.ir")
+        messages = Path(folder, "messages").read_text(errors="replace").splitlines()
+        if "failure" in report:
+            _raise(report, messages)
+        if keep is not None:
+            keep.write_text(text.read_text())
+        return Compiled(parse(text.read_text()), tuple(messages), report.get("notes"), report["seconds"])
+
+
+def _raise(report: Mapping[str, str], messages: list[str]) -> None:
+    kind, text = report["kind"], report["failure"]
+    if kind == "unavailable":
+        raise FrontEndUnavailable(f"graph: {text}")
+    if kind == "user":
+        raise UserError(text)
+    tail = "\n".join(messages[-20:])
+    raise FrontEndError(f"{text}\n{tail}")
+
+
+def _run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    template = _template(os.getpid())
+    try:
+        return template.run(job, limit_s)
+    except BaseException:
+        template.close()
+        raise
+
+
+class _Template:
+    """This end of the template process; started on first use, and again after :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send one job and wait for its report."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        process = self._process
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise FrontEndError("the template process ended: can it import mindspore?") from None
+        line = _read_line(process.stdout.fileno(), time.monotonic() + limit_s)
+        if not line:
+            raise FrontEndError(f"no report within {limit_s:.0f} s")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process = None
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        return subprocess.Popen(
+            [sys.executable, "-m", "ms_zero.graph.frontend_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            text=True,
+            start_new_session=True,
+        )
+
+
+@functools.cache
+def _template(pid: int) -> _Template:
+    """One template per process (`pid`: a forked copy of the caller must not use its parent's)."""
+    template = _Template()
+    atexit.register(template.close)
+    return template
+
+
+def _read_line(fd: int, deadline: float) -> str:
+    data = b""
+    while not data.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            return ""
+        chunk = os.read(fd, 1 << 16)
+        if not chunk:
+            return ""
+        data += chunk
+    return data.decode()

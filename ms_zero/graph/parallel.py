@@ -1,0 +1,231 @@
+"""From a run's configuration to MindSpore's AutoParallel.
+
+ZeRO stages and the levels of ``hsdp`` are not the same numbers. Bytes that a rank of N holds per parameter,
+with fp32 master weights in the parameter itself, w-byte copies for the computation, and Adam:
+
+| zero_stage | hsdp   | weights between steps | weights in a step | summed gradients | moments |
+|------------|--------|-----------------------|-------------------|------------------|---------|
+| 0          | off    | 4                     | 4 + w             | 4                | 8       |
+| 1          | level1 | 4 / N                 | 4 / N + w         | 4                | 8 / N   |
+| 2          | level2 | 4 / N                 | 4 / N + w         | 4 / N            | 8 / N   |
+| 3          | level3 | 4 / N                 | 4 / N + one unit  | 4 / N            | 8 / N   |
+
+Levels 1 and 2 gather each weight once a step and keep the copy until its last backward; level 3 gathers it
+again in backward. Gradients are summed over microbatches whole (level 1) or as shards (levels 2 and 3).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspore import nn
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_zero.config import RunConfig
+from ms_zero.errors import UserError
+from ms_zero.graph.strategies import Grid
+from ms_zero.plan.recompute import plan_recompute
+
+# Schedule of a config -> (scheduler of MindSpore, interleave).
+_SCHEDULES = {"gpipe": ("gpipe", True), "1f1b": ("1f1b", False), "interleaved": ("1f1b", True)}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a pipeline cuts a model.
+
+    Attributes:
+        count: pipeline stages.
+        scheduler: MindSpore's name of the order.
+        interleave: whether a stage may hold several chunks of the model.
+        chunk_layers: layers of each chunk; chunk c lies on stage c % count as its segment c // count.
+    """
+
+    count: int
+    scheduler: str
+    interleave: bool
+    chunk_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What AutoParallel is told.
+
+    Attributes:
+        grid: the devices of a stage.
+        stages: of the pipeline; None without one.
+        hsdp_level: 1 to 3; 0: off.
+        shard_size: ranks that share a parameter; -1: all that have it.
+        fusion_mb: collectives of gradients and weights are joined up to this many MiB.
+        recompute: "none", "selective" or "full" for each block.
+        offload_activations: whether blocks keep their activations in host memory.
+        speed_up: content of MindSpore's ``parallel_speed_up.json``.
+    """
+
+    grid: Grid
+    stages: Stages | None
+    hsdp_level: int
+    shard_size: int
+    fusion_mb: int
+    recompute: tuple[str, ...]
+    offload_activations: bool
+    speed_up: Mapping[str, Any]
+
+
+def options_of(config: RunConfig) -> Options:
+    """What a config asks of AutoParallel.
+
+    Raises:
+        UserError: something that this engine does not do.
+    """
+    parallel = config.parallel
+    grid = Grid(
+        dp=parallel.dp_replicate * parallel.dp_shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+    )
+    _check(config)
+    return Options(
+        grid=grid,
+        stages=stages_of(config) if parallel.pp > 1 else None,
+        hsdp_level=parallel.zero_stage,
+        shard_size=parallel.dp_shard * parallel.cp if parallel.dp_replicate > 1 else -1,
+        fusion_mb=max(1, int(parallel.bucket_mb)),
+        recompute=recompute_kinds(config),
+        offload_activations=config.memory.activations == "host",
+        speed_up=speed_up_of(config),
+    )
+
+
+def _check(config: RunConfig) -> None:
+    parallel, memory = config.parallel, config.memory
+    if parallel.pp > 1 and parallel.schedule not in _SCHEDULES:
+        raise UserError(
+            f"parallel.schedule {parallel.schedule}: MindSpore's compiler has no such order: use one of "
+            f"{', '.join(_SCHEDULES)}"
+        )
+    if parallel.cp > 1 and config.train.micro_batch_size > 1:
+        raise UserError(
+            f"train.micro_batch_size {config.train.micro_batch_size}: with parallel.cp the graph engine "
+            "takes one sample at a time on each rank: set it to 1"
+        )
+    if memory.activations.startswith("int8"):
+        raise UserError(
+            f"memory.activations {memory.activations}: the graph engine keeps activations exactly: use "
+            "device or host"
+        )
+    if memory.recompute in ("sqrt", "budget"):
+        raise UserError(
+            f"memory.recompute {memory.recompute}: the graph engine recomputes blocks one by one: use full, "
+            "every_k, selective or none"
+        )
+
+
+def stages_of(config: RunConfig) -> Stages:
+    """The cut of a pipeline."""
+    parallel = config.parallel
+    scheduler, interleave = _SCHEDULES[parallel.schedule]
+    virtual = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
+    layers = even_split(config.model.num_layers, parallel.pp * virtual)
+    return Stages(parallel.pp, scheduler, interleave, layers)
+
+
+def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk; the middle ones take the rest, since the ends hold embedding and head.
+
+    Raises:
+        UserError: there are fewer layers than chunks.
+    """
+    if num_layers < chunks:
+        raise UserError(
+            f"parallel.pp: {chunks} chunks for {num_layers} layers: the graph engine puts at least one into "
+            "each: lower parallel.pp or parallel.virtual_stages"
+        )
+    least, rest = divmod(num_layers, chunks)
+    first = (chunks - rest) // 2
+    return tuple(least + (first <= chunk < first + rest) for chunk in range(chunks))
+
+
+def recompute_kinds(config: RunConfig) -> tuple[str, ...]:
+    """What runs again of each block."""
+    memory, layers = config.memory, config.model.num_layers
+    every = memory.recompute_every if memory.recompute == "every_k" else None
+    return plan_recompute(memory.recompute, layers, every=every).kinds(layers)
+
+
+def speed_up_of(config: RunConfig) -> dict[str, Any]:
+    """The overlaps of communication and computation that a config can use."""
+    parallel, recomputes = config.parallel, config.memory.recompute != "none"
+    shards = parallel.zero_stage > 0 and parallel.dp_shard > 1
+    return {
+        "recomputation_communication_overlap": recomputes and parallel.tp > 1,
+        "grad_matmul_communication_overlap": parallel.tp > 1,
+        "grad_fa_allgather_overlap": recomputes and parallel.sequence_parallel,
+        "enable_communication_fusion": False,
+        "grad_computation_allreduce_overlap": parallel.dp_replicate * parallel.dp_shard > 1 and not shards,
+        "computation_allgather_overlap": shards and parallel.zero_stage < 3,
+        "computation_communication_fusion_level": 0,
+    }
+
+
+def place_blocks(model: nn.Cell, options: Options) -> None:
+    """Give the parts of a sharded model their pipeline stages, recompute and offload.
+
+    ``model``: see `ms_zero.graph.strategies.sharded_model`.
+    """
+    if options.stages is not None:
+        _place_stages(model, options.stages)
+    for block, kind in zip(model.blocks, options.recompute, strict=True):
+        if kind == "full":
+            block.recompute()
+        elif kind == "selective":
+            block.attention_core.recompute()
+        if options.offload_activations and kind != "full":
+            block.offload()
+
+
+def _place_stages(model: nn.Cell, stages: Stages) -> None:
+    chunks = [chunk for chunk, number in enumerate(stages.chunk_layers) for _ in range(number)]
+    last = len(stages.chunk_layers) - 1
+    placed = [(cell, 0) for cell in model.first_cells]
+    placed += [(cell, last) for cell in model.last_cells]
+    placed += list(zip(model.blocks, chunks, strict=True))
+    for cell, chunk in placed:
+        cell.pipeline_stage = chunk % stages.count
+        if last >= stages.count:
+            cell.pipeline_segment = chunk // stages.count
+
+
+def auto_parallel(cell: nn.Cell, options: Options, num_inputs: int, folder: Path | None) -> AutoParallel:
+    """Wrap a train cell.
+
+    Args:
+        cell: takes ``num_inputs`` tensors int32 [samples, tokens].
+        options: of the run.
+        num_inputs: of the cell.
+        folder: gets ``parallel_speed_up.json``; None: MindSpore's defaults.
+    """
+    wrapped = AutoParallel(cell, "semi_auto")
+    grid = options.grid
+    # Data is cut along one dim only: cp ranks get whole sequences and take their part of them.
+    wrapped.dataset_strategy(tuple((grid.dp, 1) for _ in range(num_inputs)))
+    if options.hsdp_level:
+        level = f"level{options.hsdp_level}"
+        wrapped.hsdp(shard_size=options.shard_size, threshold=0, optimizer_level=level)
+    if options.stages is not None:
+        stages = options.stages
+        wrapped.pipeline(stages=stages.count, interleave=stages.interleave, scheduler=stages.scheduler)
+    size = {"mode": "size", "config": options.fusion_mb}
+    wrapped.comm_fusion({"openstate": True, "allreduce": size, "allgather": size, "reducescatter": size})
+    if folder is not None:
+        path = folder / "parallel_speed_up.json"
+        path.write_text(json.dumps(dict(options.speed_up), indent=2) + "\n")
+        wrapped.transformer_opt(str(path))
+    wrapped.no_init_parameters_in_compile()
+    wrapped.set_train()
+    return wrapped
