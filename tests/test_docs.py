@@ -123,3 +123,12 @@ def test_the_program_of_the_zero_page_runs(tmp_path):
     assert "learns: True" in shown.stdout, shown.stdout + shown.stderr
     # Half of the master weights and moments of 161 parameters, up to the rounding of each bucket.
     assert abs(int(shown.stdout.split("device: ")[1].split()[0]) - 161 * 12 / 2) < 100
+
+
+def test_the_run_file_schedule_and_commands_of_the_parallel_page_work(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "pipeline.yaml").write_text(blocks("parallel.md", "yaml")[0])
+    (tmp_path / "swapped.csv").write_text(blocks("parallel.md", "text")[0])
+    for command in [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]:
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"

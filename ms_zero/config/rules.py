@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -11,7 +12,9 @@ from ms_zero.config.bind import Facts
 from ms_zero.config.derive import Problem
 from ms_zero.config.explanations import READING, Explanation
 from ms_zero.config.findings import Finding, show
-from ms_zero.pipeline.schedule import refuse
+from ms_zero.errors import UserError
+from ms_zero.pipeline.balance import refuse_counts
+from ms_zero.pipeline.schedule import NAMES, is_file, read_csv, refuse, refuse_use
 from ms_zero.resources import did_you_mean
 
 Check = Callable[[Facts], Iterator[tuple[str, str]]]
@@ -344,7 +347,7 @@ def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
     if pp == 1:
         return
     for path, count in _microbatch_counts(facts):
-        refusal = refuse(name, pp, count, num_virtual)
+        refusal = refuse_use(found, pp, count)
         if refusal:
             yield path, refusal
             return
@@ -363,15 +366,58 @@ def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
 
 def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
     kind, name = facts.values["memory.recompute"], facts.values["parallel.schedule"]
+    if name not in NAMES and not is_file(name):
+        hint = did_you_mean(name, NAMES)
+        expected = f"expected one of {', '.join(NAMES)}, or the path of a .csv file{hint}"
+        yield "parallel.schedule", f"{show(name)} is not a schedule; {expected}"
+    elif is_file(name):
+        yield from _check_schedule_file(facts, pp, name)
+    elif pp > 1:
+        for path, count in _microbatch_counts(facts):
+            refusal = refuse(name, pp, count, num_virtual)
+            if refusal:
+                yield path, refusal
+                return
+
+
+def _check_schedule_file(facts: Facts, pp: int, name: str) -> Iterator[tuple[str, str]]:
     if facts.values["parallel.pp"] == 1:
+        yield "parallel.schedule", f"{show(name)} has no effect without stages; set parallel.pp or remove it"
+        return
+    try:
+        found = read_csv(Path(name))
+    except UserError as error:
+        yield "parallel.schedule", str(error)
         return
     if kind in ("sqrt", "every_k", "budget"):
         yield "memory.recompute", f"{kind} is not possible with stages; use full or selective"
-    elif kind != "none" and name == "zb-h1":
+    elif kind != "none" and _splits_backward(name):
         yield "memory.recompute", f"{kind} is not possible with schedule zb-h1; use none, or 1f1b"
 
 
 def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
+def _check_stage_layers(facts: Facts) -> Iterator[tuple[str, str]]:
+    counts, chunks = facts.values["parallel.stage_layers"], _num_chunks(facts)
+    if not counts or chunks is None:
+        return
+    if "parallel.stage_balance" in facts.layers:
+        yield "parallel.stage_balance", "has no effect because parallel.stage_layers is set; remove one"
+    refusal = refuse_counts(counts, facts.values["model.num_layers"], chunks)
+    if refusal:
+        yield "parallel.stage_layers", refusal
+
+
+def _num_chunks(facts: Facts) -> int | None:
+    """Stages of the whole pipeline; None when its schedule is wrong, which has a finding of its own."""
+    pp, name = facts.values["parallel.pp"], facts.values["parallel.schedule"]
+    if not is_file(name):
+        return pp * facts.values["parallel.virtual_stages"]
+    try:
+        return read_csv(Path(name)).num_stages
+    except UserError:
+        return None
+
+
     stage = facts.values["parallel.zero_stage"]
     if facts.values["offload.params"] == "cpu" and stage != 3:
         yield "offload.params", f"cpu needs sharded weights, zero_stage is {stage}; set parallel.zero_stage=3"
@@ -393,6 +439,13 @@ def _check_dtypes(facts: Facts) -> Iterator[tuple[str, str]]:
         message = (
             f"fp32 is wider than param {names['param']}: widened weights gain no information; set compute to "
             f"{names['param']} or param to fp32"
+def _splits_backward(schedule: str) -> bool:
+    try:
+        return read_csv(Path(schedule)).splits_backward() if is_file(schedule) else schedule == "zb-h1"
+    except UserError:
+        return False
+
+
         )
         yield "precision.compute", message
     halves = sorted(set(names.values()) - {"fp32"})
@@ -782,8 +835,11 @@ _PARALLEL_RULES = (
         "The schedule is defined for these stages and microbatches",
         "error",
         "A pipeline works through the microbatches of a step in the order of a schedule. The interleaved one "
-        "needs several stages a rank, and as many microbatches as a multiple of the ranks.",
-        "Change train.accumulation_steps or parallel.virtual_stages as the message says, or use 1f1b.",
+        "needs several stages a rank, and as many microbatches as a multiple of the ranks. One from a file "
+        "has to compute every gradient once, must not deadlock, and is for one number of ranks and of "
+        "microbatches.",
+        "Change train.accumulation_steps, parallel.virtual_stages or the file as the message says, or use "
+        "1f1b.",
         ("parallel.pp", "parallel.schedule", "parallel.virtual_stages", "train.accumulation_steps"),
         _check_schedule,
     ),
@@ -809,6 +865,24 @@ _PARALLEL_RULES = (
         _check_tensor_parallel,
     ),
     Rule(
+    Rule(
+        "MZ058",
+        "Every block is on one stage",
+        "error",
+        "A list of the blocks of the stages places each block of the model exactly once: it has as many "
+        "numbers as the pipeline has stages, ranks x virtual stages, and they add up to the model's blocks.",
+        "Correct parallel.stage_layers as the message says, or remove it to share blocks out by "
+        "parallel.stage_balance.",
+        (
+            "parallel.pp",
+            "parallel.schedule",
+            "parallel.virtual_stages",
+            "parallel.stage_layers",
+            "parallel.stage_balance",
+            "model.num_layers",
+        ),
+        _check_stage_layers,
+    ),
         "MZ055",
         "Sequence parallelism has ranks, and a sequence that divides",
         "error",

@@ -388,13 +388,26 @@ class ParallelConfig:
     """Degrees of the mesh; their product is the number of workers."""
 
     pp: int = _count("Pipeline stages.", default=1)
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = key(
-        "Order of the microbatches on the stages. zb-h1 separates the gradients of weights, which takes more "
-        "time here than it saves.",
+    schedule: str = key(
+        "Order of the microbatches on the stages: gpipe, 1f1b, interleaved, zb-h1, or the path of a .csv "
+        "file with one row a rank and cells such as 0F3 (stage, F B or W, microbatch).",
         default="1f1b",
     )
     virtual_stages: int = _count(
         "Stages of each pipeline rank.", default=1, used_when=("schedule", ("interleaved",)), maximum=1000
+    )
+    stage_layers: tuple[int, ...] = key(
+        "Blocks of each stage, in model order, 0 included; []: share them out by stage_balance.",
+        default=(),
+        minimum=0,
+        maximum=_INT_MAX,
+        used_when=("pp", range(2, _INT_MAX + 1)),
+    )
+    stage_balance: Literal["parameters", "time"] = key(
+        "What stages have about equally much of: parameters, or time as the planner predicts it for the "
+        "device (by arithmetic where the catalogue has no rates for it).",
+        default="parameters",
+        used_when=("pp", range(2, _INT_MAX + 1)),
     )
     dp_replicate: int = _count("Data-parallel replicas of the sharded groups.", default=1)
     dp_shard: int = _count(

@@ -36,7 +36,7 @@ def convert(spec: Key, annotation: Any, node: Node) -> Any:
     if base is str and isinstance(value, str):
         return _convert_text(value)
     if get_origin(base) is tuple and isinstance(value, list):
-        return tuple(_convert_item(item) for item in value)
+        return tuple(_convert_item(spec, get_args(base)[0], item) for item in value)
     wanted = expected(spec, annotation) + _type_hint(base, value)
     raise RefusedValue("MZ005", f"{found(node)}; expected {wanted}")
 
@@ -75,7 +75,14 @@ def _convert_text(value: str, where: str = "") -> str:
     return value
 
 
-def _convert_item(node: Node) -> str:
+def _convert_item(spec: Key, kind: type, node: Node) -> str | int:
+    if kind is int:
+        if not isinstance(node.value, int) or isinstance(node.value, bool):
+            raise RefusedValue("MZ005", f"the item {found(node)}; expected an integer", node.where)
+        if not spec.allows(node.value):
+            message = f"the item {show(node.value)} is out of range; expected {spec.range_text(brief=True)}"
+            raise RefusedValue("MZ006", message, node.where)
+        return node.value
     if not isinstance(node.value, str):
         raise RefusedValue("MZ005", f"the item {found(node)}; expected text", node.where)
     return _convert_text(node.value, node.where)
@@ -110,6 +117,8 @@ def expected(spec: Key, annotation: Any) -> str:
     elif item_section(annotation) is not None:
         names = ", ".join(field.name for field in fields(item_section(annotation)))
         text = f"a list of mappings with {names}"
+    elif get_origin(base) is tuple and get_args(base)[0] is int:
+        text = f"a list of integers {spec.range_text(brief=True)}, such as [3, 2, 3]"
     elif get_origin(base) is tuple:
         text = "a list of texts, such as [a.txt, b.txt]"
     elif is_dataclass(base):

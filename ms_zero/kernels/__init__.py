@@ -3,6 +3,7 @@
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
 from ms_zero.kernels.buffers import concat, copy_range, overwrite
+from ms_zero.kernels.deferred import PutOff, put_off_to, putting_off
 from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.embedding import Embedding
 from ms_zero.kernels.experts import CombineRows, GroupedLinear
@@ -25,6 +26,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNorm",
     "Linear",
+    "PutOff",
     "RMSNorm",
     "RotaryEmbedding",
     "Saved",
@@ -36,6 +38,8 @@ __all__ = [
     "copy_range",
     "default_target",
     "overwrite",
+    "put_off_to",
+    "putting_off",
     "round_to",
     "sgd_update",
     "sgd_update_host",

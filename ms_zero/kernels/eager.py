@@ -9,13 +9,14 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 
-class _RunsInPython(ops.PrimitiveWithInfer):
+class RunsInPython(ops.PrimitiveWithInfer):
     """True where Python executes it; a compile-time False in a graph, so that the other branch is pruned."""
 
     def __init__(self) -> None:
         super().__init__("RunsInPython")
 
     def __call__(self) -> bool:
+        """True: only Python calls it."""
         return True
 
     def __infer__(self) -> dict[str, object]:
@@ -27,7 +28,7 @@ class EagerOrGraph(nn.Cell):
 
     def __init__(self, eager: Callable[..., Tensor], graph: nn.Cell) -> None:
         super().__init__()
-        self.runs_in_python = _RunsInPython()
+        self.runs_in_python = RunsInPython()
         self.eager = eager
         self.graph = graph
 

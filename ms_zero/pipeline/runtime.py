@@ -8,10 +8,10 @@ Shapes: the first activations of a key (for example the shape of the microbatch)
 are preceded by a header with shapes and dtypes; both sides remember it. Gradients need none: they look like
 the activations.
 
-Splitting: where a schedule has `W` actions, `B` back-propagates to the activations that were received and
-keeps the graph, and `W` back-propagates to the weights. The framework has no way to stop in between, so `W`
-computes the gradients of the activations within the stage a second time, and `B` those of the weights that
-its operators make in one piece. The numbers are those of one backward; time is not saved.
+Splitting: where a schedule has `W` actions, `B` back-propagates and lets those gradients of weights wait that
+their kernels can put off (see `ms_zero.kernels.deferred`); `W` computes them. Others, for example those of
+norms and embeddings, are computed in `B` and handed over in `W`. The recorded graph ends with `B`; inputs and
+output gradients of the products stay until `W`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
+from zlib import crc32
 
 import mindspore as ms
 import numpy as np
@@ -28,6 +29,7 @@ from mindspore import Tensor, ops
 from ms_zero._compat import backward, gradient, leaf, needs_gradient, no_grad, tape
 from ms_zero.comm import Communicator, Group, Handle
 from ms_zero.errors import UserError
+from ms_zero.kernels import PutOff, putting_off
 from ms_zero.pipeline.schedule import Action, Message, Schedule, Step, check, steps
 
 Tensors = tuple[Tensor, ...]
@@ -57,7 +59,18 @@ class Work(Protocol):
         Args:
             stage: of the action.
             microbatch: of the action.
-            weights: whether gradients of weights are computed.
+            weights: whether all gradients of weights are computed; else some wait for `weights`, and the
+                others are to be kept until then.
+            last: whether no further ones are computed on this rank.
+        """
+
+    def weights(self, stage: int, microbatch: int, waiting: PutOff, *, last: bool) -> None:
+        """Take the gradients of weights that a backward has put off, and those that were kept.
+
+        Args:
+            stage: of the action.
+            microbatch: of the action.
+            waiting: what was put off.
             last: whether no further ones are computed on this rank.
         """
 
@@ -68,7 +81,7 @@ class _Graph:
 
     inputs: Tensors
     outputs: Tensors
-    gradients: Tensors = ()  # of the outputs, kept from B to W
+    waiting: PutOff | None  # where gradients of weights wait for W
 
 
 @dataclass
@@ -78,12 +91,12 @@ class Outcome:
     Attributes:
         losses: of the microbatches, where the last stage is.
         peak_in_flight: the most microbatches, per virtual stage, between forward and backward at once.
-        peak_graphs: the most whose graphs were alive: more where gradients of weights are apart.
+        peak_held: the most of which anything was kept: more where gradients of weights are apart.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     peak_in_flight: int = 0
-    peak_graphs: int = 0
+    peak_held: int = 0
 
 
 class Pipeline:
@@ -93,7 +106,7 @@ class Pipeline:
         """``group``: the ranks of the pipeline; rank i of a schedule is its i-th member."""
         self._comm, self._group = comm, group
         self._known: dict[tuple[int, int, int, Hashable], list[tuple[tuple[int, ...], ms.Type]]] = {}
-        self._checked: set[Schedule] = set()
+        self._digests: dict[Schedule, Tensor] = {}  # of schedules that were checked
 
     def run(self, schedule: Schedule, work: Work) -> Outcome:
         """Execute a schedule with gradients. Collective over the group.
@@ -148,23 +161,31 @@ class Pipeline:
         return tuple(self._comm.recv(shape, dtype, source, self._group) for shape, dtype in signature)
 
     def _agree(self, schedule: Schedule) -> None:
-        """Check a schedule the first time, and that all ranks are about to run the same."""
-        if schedule in self._checked:
-            return
-        if schedule.num_ranks != self._group.size:
-            raise UserError(
-                f"pipeline: schedule {schedule.name} is for {schedule.num_ranks} ranks, this pipeline has "
-                f"{self._group.size}: build it for as many"
-            )
-        check(schedule)
-        mine = [schedule.name, schedule.num_microbatches, *(" ".join(map(str, o)) for o in schedule.orders)]
-        for rank, other in enumerate(self._comm.exchange(mine, self._group)):
-            if other != mine:
+        """Check a schedule the first time, and each time that all ranks are about to run the same."""
+        if schedule not in self._digests:
+            if schedule.num_ranks != self._group.size:
                 raise UserError(
-                    f"pipeline: rank {rank} runs schedule {other[0]} with {other[1]} microbatches and rank "
-                    f"{self._group.index} runs {mine[0]} with {mine[1]}: all need the same actions"
+                    f"pipeline: schedule {schedule.name} is for {schedule.num_ranks} ranks, this pipeline has "
+                    f"{self._group.size}: build it for as many"
                 )
-        self._checked.add(schedule)
+            check(schedule)
+            self._digests[schedule] = Tensor(np.array([_digest(schedule)], np.int32))
+        found = self._comm.all_gather(self._digests[schedule], self._group).asnumpy()
+        if (found == found[0]).all():
+            return
+        mine = [schedule.name, schedule.num_microbatches]
+        others = enumerate(self._comm.exchange(mine, self._group))
+        rank, other = next(each for each in others if found[each[0]] != found[self._group.index])
+        raise UserError(
+            f"pipeline: rank {rank} runs schedule {other[0]} with {other[1]} microbatches and rank "
+            f"{self._group.index} runs {mine[0]} with {mine[1]}: all need the same actions"
+        )
+
+
+def _digest(schedule: Schedule) -> int:
+    """A number that differs between schedules, of 31 bits."""
+    orders = ("-".join(map(str, order)) for order in schedule.orders)
+    return crc32(" ".join([schedule.name, str(schedule.num_microbatches), *orders]).encode()) >> 1
 
 
 def forward_only(placement: Sequence[int], num_microbatches: int, num_ranks: int) -> Schedule:
@@ -188,6 +209,7 @@ class _Run:
         self._pipeline, self._schedule, self._work, self._records = pipeline, schedule, work, records
         self._arrived: dict[Action, Tensors] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._waiting: dict[tuple[int, int], PutOff] = {}  # between B and W
         self._handles: list[Handle[None]] = []
         self._outcome = Outcome()
 
@@ -208,7 +230,7 @@ class _Run:
                 raise
         for handle in self._handles:
             handle.wait()
-        assert not self._graphs and not self._arrived, (self._graphs.keys(), self._arrived.keys())
+        assert not self._graphs and not self._arrived and not self._waiting
         return self._outcome
 
     def _execute(self, step: Step, is_split: bool, is_last: bool) -> None:
@@ -226,17 +248,19 @@ class _Run:
 
     def _compute(self, action: Action, is_split: bool, is_last: bool) -> Tensors:
         if action.kind == "F":
-            return self._forward(action)
+            return self._forward(action, is_split)
         if action.kind == "W":
-            return self._weights(action, is_last)
-        return self._backward(action, is_split, is_last)
+            waiting = self._waiting.pop(action[1:])
+            self._work.weights(action.stage, action.microbatch, waiting, last=is_last)
+            return ()
+        return self._backward(action, is_last)
 
     def _follower(self, action: Action) -> Action | None:
         """The action that needs the result of this one, wherever it runs."""
         stage = action.stage + {"F": 1, "B": -1, "W": -self._schedule.num_stages}[action.kind]
         return _of_stage(action, stage) if 0 <= stage < self._schedule.num_stages else None
 
-    def _forward(self, action: Action) -> Tensors:
+    def _forward(self, action: Action, is_split: bool) -> Tensors:
         _, stage, microbatch = action
         received = self._arrived.pop(action, ())
         if not self._records:
@@ -244,9 +268,10 @@ class _Run:
                 outputs = self._work.forward(stage, microbatch, received)
         else:
             inputs = tuple(leaf(tensor, requires_grad=tensor.dtype in _FLOATS) for tensor in received)
-            with tape():
+            waiting = PutOff() if is_split else None
+            with tape(), putting_off(waiting):
                 outputs = self._work.forward(stage, microbatch, inputs)
-            self._graphs[stage, microbatch] = _Graph(inputs, outputs)
+            self._graphs[stage, microbatch] = _Graph(inputs, outputs, waiting)
             self._note_peaks()
         outside = tuple(leaf(tensor, requires_grad=False) for tensor in outputs)
         if stage == self._schedule.num_stages - 1:
@@ -255,34 +280,25 @@ class _Run:
         return outside
 
     def _note_peaks(self) -> None:
-        in_flight = sum(not graph.gradients for graph in self._graphs.values())
+        in_flight, waiting = len(self._graphs), len(self._waiting)
         self._outcome.peak_in_flight = max(self._outcome.peak_in_flight, in_flight)
-        self._outcome.peak_graphs = max(self._outcome.peak_graphs, len(self._graphs))
+        self._outcome.peak_held = max(self._outcome.peak_held, in_flight + waiting)
 
-    def _backward(self, action: Action, is_split: bool, is_last: bool) -> Tensors:
+    def _backward(self, action: Action, is_last: bool) -> Tensors:
         _, stage, microbatch = action
         graph = self._graphs[stage, microbatch]
         if stage == self._schedule.num_stages - 1:
-            graph.gradients = (self._work.loss_gradient(microbatch, graph.outputs[0]),)
+            gradients = (self._work.loss_gradient(microbatch, graph.outputs[0]),)
         else:
-            graph.gradients = self._arrived.pop(action)
-        leaves = _floats(graph.inputs)
+            gradients = self._arrived.pop(action)
+        is_split = graph.waiting is not None
         around = self._work.around_backward(stage, microbatch, weights=not is_split, last=is_last)
-        if not is_split:
-            with around:
-                _back_propagate(graph, (), keep_graph=False)
-            del self._graphs[stage, microbatch]
-        elif leaves:  # else nothing but weights want gradients
-            with around:
-                _back_propagate(graph, leaves, keep_graph=True)
-        return tuple(_gradient_or_zero(tensor) for tensor in leaves)
-
-    def _weights(self, action: Action, is_last: bool) -> Tensors:
-        _, stage, microbatch = action
-        graph = self._graphs.pop((stage, microbatch))
-        with self._work.around_backward(stage, microbatch, weights=True, last=is_last):
-            _back_propagate(graph, (), keep_graph=False)
-        return ()
+        with around, putting_off(graph.waiting):  # a cell that is recomputed runs forward in there
+            _back_propagate(graph, gradients)
+        del self._graphs[stage, microbatch]
+        if is_split:
+            self._waiting[stage, microbatch] = graph.waiting
+        return tuple(_gradient_or_zero(tensor) for tensor in _floats(graph.inputs))
 
 
 def _of_stage(action: Action, stage: int) -> Action:
@@ -290,13 +306,13 @@ def _of_stage(action: Action, stage: int) -> Action:
     return Action(action.kind, stage, action.microbatch)
 
 
-def _back_propagate(graph: _Graph, inputs: Tensors, *, keep_graph: bool) -> None:
-    """Add to the gradients of the leaves; of `inputs` alone if there are any."""
-    pairs = zip(_floats(graph.outputs), graph.gradients, strict=True)
+def _back_propagate(graph: _Graph, gradients: Tensors) -> None:
+    """Add to the gradients of the leaves, given those of the outputs; frees what was recorded."""
+    pairs = zip(_floats(graph.outputs), gradients, strict=True)
     wanted = [(output, grad) for output, grad in pairs if needs_gradient(output)]
     if wanted:  # a stage without parameters that got nothing to differentiate has none
         outputs, grads = zip(*wanted, strict=True)
-        backward(outputs, grads, inputs, keep_graph)
+        backward(outputs, grads)
 
 
 def _floats(tensors: Tensors) -> Tensors:

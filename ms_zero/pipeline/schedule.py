@@ -152,6 +152,16 @@ def refuse(name: str, num_ranks: int, num_microbatches: int, num_virtual: int = 
     return ""
 
 
+def refuse_use(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:
+    """Say in one line why a schedule is not for so many ranks and microbatches; "" if it is."""
+    asked = {"stages": (schedule.num_ranks, num_ranks)}
+    asked["microbatches"] = (schedule.num_microbatches, num_microbatches)
+    for what, (has, wanted) in asked.items():
+        if has != wanted:
+            return f"schedule {schedule.name} is for {has} {what}, the run has {wanted}; make them equal"
+    return ""
+
+
 def warmup_forwards(
     name: str, rank: int, num_ranks: int, num_microbatches: int, num_virtual: int = 1
 ) -> int:
@@ -545,6 +555,11 @@ def _ready(
 # Files
 
 
+def is_file(name: str) -> bool:
+    """Whether the name of a schedule is the path of a file."""
+    return name.endswith(".csv")
+
+
 def write_csv(schedule: Schedule, path: Path) -> None:
     """Write one row a rank, one cell an action: `0F0,0F1,0B0`."""
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -559,6 +574,8 @@ def read_csv(path: Path) -> Schedule:
 
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise UserError(f"{path}: is not a regular file; expected a schedule in CSV")
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:

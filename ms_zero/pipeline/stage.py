@@ -8,10 +8,8 @@ keep their logical names.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -42,90 +40,6 @@ class Chain:
     begin: Callable[[nn.Cell, Mapping[str, Any]], Tensor]
     context: Callable[[nn.Cell, Tensor, Mapping[str, Any]], tuple]
     end: Callable[[nn.Cell, Tensor], Tensor]
-
-
-# Which blocks go where
-
-
-def balance(
-    costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
-) -> tuple[range, ...]:
-    """Share blocks out: the most expensive stage costs as little as possible, then all are as even as can be.
-
-    Args:
-        costs: of each block, in any unit: parameters, seconds.
-        num_stages: stages; one without blocks is possible where others weigh more.
-        first: what the first stage costs besides its blocks (embeddings).
-        last: what the last stage costs besides its blocks (head and loss).
-
-    Returns:
-        The blocks of each stage, consecutive: every block is in exactly one.
-
-    Raises:
-        UserError: no stage, or a cost below zero.
-    """
-    if num_stages < 1 or any(not cost >= 0 for cost in (*costs, first, last)):
-        raise UserError(
-            f"pipeline: cannot balance {len(costs)} blocks over {num_stages} stages: expected at least one "
-            f"stage and costs of at least 0"
-        )
-    sums = [0.0, *accumulate(costs)]
-
-    def cost(stage: int, start: int, stop: int) -> float:
-        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
-        return sums[stop] - sums[start] + extra
-
-    highest = _best(cost, len(costs), num_stages, lambda total, part: max(total, part))[0]
-    limit = highest * (1 + 1e-12)
-
-    def spread(total: float, part: float) -> float:
-        return total + part * part if part <= limit else float("inf")
-
-    return _ranges(_best(cost, len(costs), num_stages, spread)[1])
-
-
-def _best(
-    cost: Callable[[int, int, int], float],
-    num_blocks: int,
-    num_stages: int,
-    add: Callable[[float, float], float],
-) -> tuple[float, tuple[int, ...]]:
-    """The smallest total and the ends of the stages that give it; of equals the one with early ends."""
-    best: list[tuple[float, tuple[int, ...]]] = [
-        (add(0.0, cost(0, 0, stop)), (stop,)) for stop in range(num_blocks + 1)
-    ]
-    for stage in range(1, num_stages):
-        best = [
-            min(
-                (add(best[start][0], cost(stage, start, stop)), (*best[start][1], stop))
-                for start in range(stop + 1)
-            )
-            for stop in range(num_blocks + 1)
-        ]
-    return best[num_blocks]
-
-
-def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[range, ...]:
-    """Share blocks out by a list: how many each stage gets, in model order; 0 is possible.
-
-    Raises:
-        UserError: the list has another length than the stages, or another sum than the blocks.
-    """
-    if len(counts) != num_stages or any(count < 0 for count in counts) or sum(counts) != num_blocks:
-        raise UserError(
-            f"pipeline: blocks {list(counts)} of the stages: expected {num_stages} numbers of at least 0 "
-            f"that add up to the {num_blocks} blocks of the model, got a sum of {sum(counts)}"
-        )
-    return _ranges(accumulate(counts))
-
-
-def _ranges(ends: Any) -> tuple[range, ...]:
-    return tuple(range(start, stop) for start, stop in pairwise((0, *ends)))
-
-
-def stage_of(block: int, ranges: Sequence[range]) -> int:
-    """The stage that holds a block."""
-    return bisect_right([blocks.stop for blocks in ranges], block)
 
 
 # Splitting a model

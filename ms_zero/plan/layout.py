@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import Any, Literal
 
+from ms_zero.pipeline.balance import balance, refuse_counts
 from ms_zero.pipeline.schedule import in_flight_bound, refuse
+from ms_zero.plan.parameters import (
+    device_head_parameters,
+    embedding_parameters,
+    layer_parameters,
+)
 from ms_zero.plan.recompute import RECOMPUTE_KINDS
-
-if TYPE_CHECKING:
-    from ms_zero.plan.shapes import ModelShape
+from ms_zero.plan.shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ class Layout:
         sync_each_microbatch: whether gradients are reduced in every microbatch and kept as shards, or once a
             step and kept whole until then; None: in stages 2 and 3. See ``syncs``.
         precision: bytes per element.
-        chunk_layers: layers of each model chunk; None: as even as possible (see ``split_layers``).
+        chunk_layers: layers of each model chunk; None: about equally many parameters (see ``split_layers``).
 
     """
 
@@ -180,9 +185,9 @@ class Layout:
         vars(copy).update(vars(self), **changes)
         return copy
 
-    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+    def layers_of_chunks(self, shape: ModelShape) -> tuple[int, ...]:
         """Layers of each model chunk."""
-        return self.chunk_layers or split_layers(num_layers, self.chunks)
+        return self.chunk_layers or split_layers(shape, self.chunks)
 
     def violations(self, shape: ModelShape) -> list[str]:
         """Every reason why this layout cannot train this model; empty when it can."""
@@ -228,22 +233,24 @@ class Layout:
         if self.chunks > shape.num_layers:
             found.append(f"{self.chunks} model chunks exceed the {shape.num_layers} layers")
         if self.chunk_layers is not None:
-            if len(self.chunk_layers) != self.chunks or min(self.chunk_layers) < 1:
-                found.append(f"chunk_layers must name at least one layer for each of {self.chunks} chunks")
-            elif sum(self.chunk_layers) != shape.num_layers:
-                found.append(f"chunk_layers place {sum(self.chunk_layers)} of {shape.num_layers} layers")
+            found += filter(None, [refuse_counts(self.chunk_layers, shape.num_layers, self.chunks)])
         return found
 
 
-def split_layers(num_layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk, as even as possible.
+@lru_cache(maxsize=4096)
+def split_layers(shape: ModelShape, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk, so that chunks have about equally many parameters, as training shares them out.
 
-    The middle chunks take the remainder: the first one also holds the embedding, the last one the head.
-    Ask ``Layout.violations`` first: with fewer layers than chunks some are empty.
+    The first chunk also holds the embeddings, the last one norm and head, with a copy of a tied matrix. A
+    chunk has no layers where the ends weigh more.
     """
-    least, rest = divmod(num_layers, chunks)
-    first = (chunks - rest) // 2
-    return tuple(least + (first <= chunk < first + rest) for chunk in range(chunks))
+    costs = [
+        layer_parameters(layer, shape.hidden_size, shape.norm).total
+        for number, layer in shape.blocks
+        for _ in range(number)
+    ]
+    first, last = embedding_parameters(shape), device_head_parameters(shape, tp=1, has_embedding=False)
+    return tuple(len(part) for part in balance(costs, chunks, first=first, last=last))
 
 
 def in_flight(schedule: str, pp: int, rank: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class MemoryModel:
 
     def _split(self, layout: Layout) -> tuple[_Stage, ...]:
         chunks, start = [], 0
-        for count in layout.layers_of_chunks(self.shape.num_layers):
+        for count in layout.layers_of_chunks(self.shape):
             layers = self.shape.layers_between(start, start + count)
             chunks.append(_Chunk(tuple((number, self._layers.index(layer)) for number, layer in layers)))
             start += count
@@ -285,16 +285,18 @@ class MemoryModel:
         rebuilt = max(rebuilt for _, rebuilt in chunks)
         return _Flow(
             kept=sum(count * kept for count, (kept, _) in zip(held, chunks, strict=True)),
-            largest_layer=max(layer.none for layer in layers),
+            largest_layer=max((layer.none for layer in layers), default=0.0),
             logits=self._head(layout) if stage.has_head else 0.0,
-            transient=rebuilt + max(layer.working for layer in layers),
-            moe=max(buffers),
+            transient=rebuilt + max((layer.working for layer in layers), default=0.0),
+            moe=max(buffers, default=0.0),
         )
 
     def _chunk(self, layout: Layout, chunk: _Chunk, flying: int) -> tuple[float, float]:
         """Bytes that a chunk keeps of one microbatch, and what recompute rebuilds at a time."""
         kind = layout.recompute
         layers = [(count, self._layer_activations(index, layout)) for count, index in chunk.groups]
+        if not layers:
+            return 0.0, 0.0
         if kind in ("none", "selective"):
             rebuilt = max(each.none - each.kept(kind) for _, each in layers)
             return sum(count * each.kept(kind) for count, each in layers), rebuilt

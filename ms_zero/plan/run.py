@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ms_zero.errors import UserError
+from ms_zero.hardware import load_device
+from ms_zero.pipeline.balance import balance
+from ms_zero.pipeline.schedule import is_file
 from ms_zero.plan.activations import kernels_of
-from ms_zero.plan.layout import Layout, Precision
+from ms_zero.plan.flops import head_flops, layer_flops
+from ms_zero.plan.layout import Layout, Precision, split_layers
 from ms_zero.plan.memory import RESERVE, Calibration, MemoryModel
-from ms_zero.plan.shapes import from_config
+from ms_zero.plan.shapes import ModelShape, from_config
+from ms_zero.plan.time import TimeModel
 
 if TYPE_CHECKING:
     from ms_zero.config import PrecisionConfig, RunConfig
@@ -17,7 +23,46 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """The layout that a run config describes."""
+    """The layout that a run config describes.
+
+    Raises:
+        UserError: the schedule is one from a file, which the planner has no formulas for.
+    """
+    schedule = config.parallel.schedule
+    if config.parallel.pp > 1 and is_file(schedule):
+        raise UserError(
+            f"parallel.schedule: the planner knows the published schedules only, not {schedule}: plan with "
+            f"one of them, such as parallel.schedule=1f1b"
+        )
+    layout = _layout(config)
+    is_default = config.parallel.stage_balance == "parameters" and not config.parallel.stage_layers
+    if config.parallel.pp == 1 or is_default:
+        return layout
+    return layout.replace(chunk_layers=stage_layers(config, layout.chunks))
+
+
+def stage_layers(config: RunConfig, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage of a run's pipeline, in model order."""
+    parallel, shape = config.parallel, from_config(config.model)
+    if parallel.stage_layers:
+        return parallel.stage_layers
+    if parallel.stage_balance == "parameters":
+        return split_layers(shape, num_stages)
+    name, dtype = config.hardware.device, config.precision.compute
+    device = None if name is None else load_device(name)
+    if device is None or dtype not in device.peak_flops or device.memory_bandwidth is None:
+        return _layers_by_arithmetic(shape, num_stages, config.data.seq_len)
+    layout = _layout(config).replace(schedule="1f1b", virtual_stages=1, pp=num_stages)
+    return TimeModel(shape, device, dtype).balanced_layers(layout)
+
+
+def _layers_by_arithmetic(shape: ModelShape, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    """About equally many floating-point operations a stage."""
+    costs = [layer_flops(layer, shape.hidden_size, seq_len).total for layer in shape.layers()]
+    return tuple(len(part) for part in balance(costs, num_stages, last=head_flops(shape)))
+
+
+def _layout(config: RunConfig) -> Layout:
     parallel, offload, memory = config.parallel, config.offload, config.memory
     precision = precision_of(config.precision, config.hardware.target)
     _, flash_attention = _kernels(config)

@@ -105,6 +105,8 @@ def layout_keys(layout: Layout, dtype: str) -> Iterator[Wanted]:
         yield "parallel.schedule", layout.schedule, "1f1b"
         if layout.schedule == "interleaved":
             yield "parallel.virtual_stages", layout.virtual_stages, 1
+        if layout.chunk_layers is not None:
+            yield "parallel.stage_layers", list(layout.chunk_layers), None
     if layout.tp > 1:
         yield "parallel.sequence_parallel", layout.sequence_parallel, False
     yield "precision.policy", dtype, "fp32"

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ms_zero.errors import UserError
 from ms_zero.hardware import Device
+from ms_zero.pipeline.balance import balance
 from ms_zero.plan.activations import FUSED, layer_activations, packed_share
 from ms_zero.plan.efficiency import EFFICIENCY, Efficiency
 from ms_zero.plan.flops import shape_flops
@@ -157,11 +158,22 @@ class TimeModel:
         stride = layout.devices // layout.pp
         return self.network.send(elements * layout.precision.activation, layout.pp, stride)
 
+    def balanced_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of each model chunk with which all take about equally long, embedding and head included."""
+        layers, embedding, head = self._layer_works(layout)
+        costs = [
+            _total(layers[layer, kind])
+            for layer, kind, number in self._kinds(layout, self.shape.blocks, 0)
+            for _ in range(number)
+        ]
+        parts = balance(costs, layout.chunks, first=_total(embedding), last=_total(head))
+        return tuple(map(len, parts))
+
     def parameters(self, layout: Layout) -> tuple[DeviceParameters, ...]:
         """Parameters of each model chunk on one device, before data-parallel sharding."""
-        bounds = layout.layers_of_chunks(self.shape.num_layers)
-        key = (layout.tp, layout.ep, bounds)
+        key = (layout.tp, layout.ep, layout.chunks, layout.chunk_layers)
         if key not in self._parameters_of:
+            bounds = layout.layers_of_chunks(self.shape)
             self._parameters_of[key] = self._chunk_parameters(layout, bounds)
         return self._parameters_of[key]
 
@@ -173,7 +185,7 @@ class TimeModel:
         if layout.recompute == "budget":
             key += (layout.schedule, layout.microbatches)
         if key not in self._chunks_of:
-            works = self._chunk_works(layout, layout.layers_of_chunks(self.shape.num_layers))
+            works = self._chunk_works(layout, layout.layers_of_chunks(self.shape))
             self._chunks_of[key] = _chunks(works, layout.pp)
         return self._chunks_of[key]
 
@@ -206,7 +218,7 @@ class TimeModel:
         self, layout: Layout, parts: tuple[tuple[int, LayerShape], ...], flying: int
     ) -> Iterator[tuple[LayerShape, str, int]]:
         """What the layers of a chunk run again, as (layer, none | selective | full, number)."""
-        if layout.recompute != "budget":
+        if layout.recompute != "budget" or not parts:
             yield from _by_recompute(parts, layout.recompute, layout.recompute_every)
             return
         layers = [layer for number, layer in parts for _ in range(number)]
@@ -498,11 +510,15 @@ def _chunks(works: tuple[Work, ...], ranks: int) -> _Chunks:
         ChunkSeconds(forward=w.forward.total, backward=w.backward.total, weight=w.weight.total) for w in works
     )
     rank_works = tuple(_sum_works(works[rank::ranks]) for rank in range(ranks))
-    totals = tuple(sum(phase.total for phase in work) for work in rank_works)
+    totals = tuple(map(_total, rank_works))
     busiest = totals.index(max(totals))
     forward, backward, weight = rank_works[busiest]
     busy = forward.plus(backward).plus(weight)
     return _Chunks(works, seconds, pace_of(seconds, ranks), busiest, busy, rank_works, totals)
+
+
+def _total(work: Work) -> float:
+    return sum(phase.total for phase in work)
 
 
 def _sum_works(works: Iterable[Work]) -> Work:

@@ -1,6 +1,8 @@
 """From a run's configuration to an engine: model, parallelism, optimizer."""
 
 import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import mindspore as ms
 from mindspore import nn
@@ -8,13 +10,22 @@ from mindspore import nn
 from ms_zero import models
 from ms_zero._compat import device_target
 from ms_zero.comm import Communicator, ProcessMesh
-from ms_zero.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig
+from ms_zero.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from ms_zero.data import DocumentResets
+from ms_zero.errors import UserError
 from ms_zero.memory import apply_recompute, compress_activations, offload_activations
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
 from ms_zero.parallel import Placements
 from ms_zero.pipeline import schedule as schedules
+from ms_zero.plan.run import stage_layers
 from ms_zero.plan.saved import Split, block_of, bytes_by_kind
 from ms_zero.plan.shapes import from_config
 from ms_zero.precision.autocast import apply as autocast
@@ -76,11 +87,19 @@ def _build_pipeline(
     notes: list[str],
 ) -> PipelineEngine:
     """The engine of a model that is split over stages."""
-    parallel, policy = config.parallel, build_policy(config.precision)
-    name, degree, num_virtual = parallel.schedule, parallel.pp, parallel.virtual_stages
-    part = split_model(model, chain_of(model), pmesh, num_virtual, cut.placements)
+    policy = build_policy(config.precision)
+    schedule, placement = build_pipeline_schedule(config.parallel)
+    counts = stage_layers(config, len(placement))
+    part = split_model(
+        model,
+        chain_of(model),
+        pmesh,
+        placement=placement,
+        counts=counts,
+        placements=cut.placements,
+    )
     autocast(part.cell, policy, device_target())
-    sharded = build_sharded(config, part.cell, policy, pmesh, values, part.placements)
+    sharded = build_sharded(config, part.cell, policy, pmesh, values, part.placements, part.stage_of)
     states = build_states(config, sharded, pmesh.comm)
     return PipelineEngine(
         part,
@@ -89,10 +108,10 @@ def _build_pipeline(
         comm=pmesh.comm,
         group=pmesh.group(*DATA_AXES),
         stages=pmesh.group("pp"),
-        schedule=lambda count: schedules.build(name, degree, count, num_virtual),
+        schedule=schedule,
         resets=build_resets(config.data),
         seed=config.train.seed,
-        notes=[*notes, f"pipeline: schedule {name}, {part.describe()}"],
+        notes=[*notes, f"pipeline: schedule {config.parallel.schedule}, {part.describe()}"],
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
     )
@@ -102,6 +121,29 @@ def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
     """What is where, in lines for the log."""
     parallel, offload = config.parallel, config.offload
     replicas = f", {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
+def build_pipeline_schedule(
+    config: ParallelConfig,
+) -> tuple[Callable[[int], schedules.Schedule], tuple[int, ...]]:
+    """The schedule of a number of microbatches, and the rank of each stage.
+
+    Raises:
+        UserError: a schedule from a file is not valid, or for other numbers than it is asked for.
+    """
+    name, ranks, num_virtual = config.schedule, config.pp, config.virtual_stages
+    if not schedules.is_file(name):
+        placement = tuple(stage % ranks for stage in range(ranks * num_virtual))
+        return lambda count: schedules.build(name, ranks, count, num_virtual), placement
+    read = schedules.read_csv(Path(name))
+
+    def checked(count: int) -> schedules.Schedule:
+        refusal = schedules.refuse_use(read, ranks, count)
+        if refusal:
+            raise UserError(refusal)
+        return read
+
+    return checked, read.placement
+
+
     parts = ("optimizer state", "gradients", "weights")[: parallel.zero_stage]
     lines = [
         f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
@@ -124,7 +166,10 @@ def build_sharded(
     values: ValueSource,
     placements: Placements,
 ) -> Sharded:
-    """The shards of a model, given where its parameters lie in the whole ones and the values of these."""
+    """The shards of a model, given where its parameters lie in the whole ones and the values of these.
+
+    ``part_of``: the pipeline stage of a parameter, where a rank has several; None: all.
+    """
     parallel = config.parallel
     working = policy.working(device_target())
     blocks = wrap_blocks(model, leaves=True)
@@ -132,6 +177,7 @@ def build_sharded(
         model,
         placements.local_values(values),
         Options(
+    part_of: Callable[[str], int | None] = lambda name: None,
             stage=parallel.zero_stage,
             policy=policy,
             synchronise=parallel.sync_each_microbatch,
@@ -159,6 +205,7 @@ def apply_memory(config: RunConfig, model: nn.Cell) -> list[str]:
         model,
         memory.recompute,
         every=memory.recompute_every if memory.recompute == "every_k" else None,
+        part_of=part_of,
         budget_bytes=None if memory.budget_gb is None else memory.budget_gb * 1e9,
         bytes_of=kept_bytes(config).__getitem__,
     )

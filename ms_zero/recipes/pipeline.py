@@ -20,11 +20,13 @@ from ms_zero.checkpoint import Checkpoint
 from ms_zero.comm import Communicator, Group, ProcessMesh
 from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.errors import UserError
+from ms_zero.kernels import PutOff
 from ms_zero.optim.optimizer import Optimizer
 from ms_zero.parallel import Placement, Placements, Replicas
+from ms_zero.pipeline.balance import balance, explicit, stage_of
 from ms_zero.pipeline.runtime import Outcome, Pipeline, Tensors
 from ms_zero.pipeline.schedule import Schedule
-from ms_zero.pipeline.stage import Chain, Staged, balance, cell_at, shared_names, split
+from ms_zero.pipeline.stage import Chain, Staged, cell_at, shared_names, split
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.state import load_state
 from ms_zero.zero.sharded import Sharded
@@ -102,7 +104,9 @@ class Part:
         cell: its stages.
         placements: of the parameters, those that stages share included.
         trained: all parameters of the plain model in definition order, and whether they are trained.
-        blocks: of every stage, for the log.
+        blocks: of every stage.
+        placement: the rank of each stage.
+        stages: stage of each parameter of this rank; None: of several.
     """
 
     cell: Staged
@@ -120,34 +124,70 @@ def split_model(
     model: nn.Cell,
     chain: Chain,
     pmesh: ProcessMesh,
-    num_virtual: int = 1,
+    *,
+    placement: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
     placements: Placements | None = None,
 ) -> Part:
-    """Split a model, in place, into stages of about equally many parameters. Collective.
+    """Split a model, in place, into stages. Collective.
 
+    placement: tuple[int, ...]
+    stages: Mapping[str, int | None]
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that a parameter of this rank belongs to; None: several, or the rank has only one."""
+        return self.stages[name] if len(self.cell.stages) > 1 else None
     Args:
         model: the plain model, or one that was cut by other techniques.
         chain: how it runs.
-        pmesh: stage s lies on rank s of the ``pp`` axis, modulo its degree.
-        num_virtual: stages of each rank.
+        pmesh: its ``pp`` axis has the ranks.
+        placement: the rank of each stage; None: one stage a rank, in their order.
+        counts: blocks of each stage; None: such that stages have about equally many parameters.
         placements: of its parameters; None: they are whole.
     """
     placements = placements or Placements()
     group = pmesh.group("pp")
-    num_stages = group.size * num_virtual
+    placement = tuple(range(group.size) if placement is None else placement)
+    if set(placement) != set(range(group.size)):
+        raise UserError(
+            f"pipeline: stages lie on ranks {sorted(set(placement))}, expected each of the {group.size} ranks"
+        )
     shared = shared_names(model, chain)
     trained = {name: param.requires_grad for name, param in model.parameters_and_names()}
     shapes = {name: tuple(param.shape) for name, param in model.parameters_and_names()}
-    ranges = _balance_parameters(model, chain, num_stages, placements)
-    cell = split(model, chain, ranges, range(group.index, num_stages, group.size))
+    if counts is None:
+        ranges = _balance_parameters(model, chain, len(placement), placements)
+    else:
+        ranges = explicit(counts, len(cell_at(model, chain.blocks).name_cells()), len(placement))
+    mine = [stage for stage, owner in enumerate(placement) if owner == group.index]
+    cell = split(model, chain, ranges, mine)
     cell.dropout_state = getattr(model, "dropout_state", None)
     by_name = dict(placements.by_name)
-    if shared and group.index in (0, group.size - 1):
-        ends = Replicas(pmesh.comm.new_group((group.ranks[0], group.ranks[-1]), "pp_ends"), is_partial=True)
+    first, last = sorted((placement[0], placement[-1]))
+    if shared and first != last and group.index in (first, last):
+        ends = pmesh.comm.new_group((group.ranks[first], group.ranks[last]), "pp_ends")
         for name in shared:
-            replicas = (*placements.replicas(name), ends)
+            replicas = (*placements.replicas(name), Replicas(ends, is_partial=True))
             by_name[name] = Placement(placements.box(name, shapes[name]), replicas)
-    return Part(cell, Placements(by_name, (*placements.groups, group)), trained, ranges)
+
+    Raises:
+        UserError: the counts do not add up, or a rank has no stage.
+    stages = {}
+    for name, _ in cell.parameters_and_names():
+        own = _stages_of(name, chain, ranges, shared) & set(mine)
+        stages[name] = own.pop() if len(own) == 1 else None
+    return Part(cell, Placements(by_name, (*placements.groups, group)), trained, ranges, placement, stages)
+
+
+def _stages_of(name: str, chain: Chain, ranges: Sequence[range], shared: Sequence[str]) -> set[int]:
+    """The stages that use a parameter."""
+    if name.startswith(f"{chain.blocks}."):
+        number = name.removeprefix(f"{chain.blocks}.").split(".")[0]
+        return {stage_of(int(number), ranges)}
+    ends = {0: chain.first, len(ranges) - 1: chain.last}
+    if name in shared:
+        return set(ends)
+    return {stage for stage, paths in ends.items() if any(name.startswith(f"{path}.") for path in paths)}
 
 
 def _balance_parameters(
@@ -211,8 +251,12 @@ class _Work:
     def around_backward(
         self, stage: int, microbatch: int, *, weights: bool, last: bool
     ) -> AbstractContextManager:
-        self._sharded.select((stage, microbatch))
-        return self._sharded.microbatch(last=last) if weights else self._sharded.passing_through()
+        self._sharded.select((stage, microbatch), stage)
+        return self._sharded.microbatch(last=last) if weights else self._sharded.putting_off()
+
+    def weights(self, stage: int, microbatch: int, waiting: PutOff, *, last: bool) -> None:
+        self._sharded.select((stage, microbatch), stage)
+        self._sharded.finish(waiting, last=last)
 
 
 class PipelineEngine(EagerEngine):
@@ -298,7 +342,7 @@ class PipelineEngine(EagerEngine):
         """Summed token loss of one batch without gradients, in nats; equal on the ranks of the pipeline."""
         microbatch = _Microbatch(self._inputs(input_ids, document_starts), labels, 1.0, lambda: None)
         with self._without_dropout():
-            outcome = self._pipeline.evaluate(self._placement(), 1, self._work([microbatch]))
+            outcome = self._pipeline.evaluate(self._part.placement, 1, self._work([microbatch]))
         loss = self._everywhere(outcome.losses.get(0))
         return float(loss.asnumpy()[0])
 
@@ -335,6 +379,3 @@ class PipelineEngine(EagerEngine):
         """The loss of the last stage on all ranks of the pipeline, [1]."""
         own = Tensor(np.zeros(1, np.float32)) if loss is None else loss.reshape((1,))
         return self._comm.all_reduce(own, self._stages)
-
-    def _placement(self) -> tuple[int, ...]:
-        return tuple(stage % self._stages.size for stage in range(len(self._part.blocks)))

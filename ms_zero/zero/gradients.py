@@ -7,6 +7,9 @@ ended; a parameter that got none by then counts as zero, whatever the reason. Wh
   added to the reduced gradient of the step. Gradients exist only as shards, plus the buckets under way.
 - not synchronised: the full gradient is added to what this rank holds; the last microbatch reduces that.
 
+A microbatch may concern some of the buckets only: a rank of a pipeline with several stages runs one of them
+at a time, and reduces that one's.
+
 Reduce-scatter sums in rank order at the owner, so the sum of an element does not depend on which bucket it
 lies in: stages agree bitwise. Chunks that other ranks hold too are summed over them once per step: with
 replicas of the shard group (HSDP), and where ranks that share the data have parts of the sum (sequence
@@ -18,7 +21,7 @@ the gathers of the units, which all ranks run in one order anyway.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import mindspore as ms
 from mindspore import Tensor
@@ -78,7 +81,9 @@ class GradientReducer:
         self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
         self._synchronise, self._in_order = synchronise, in_order
         self._is_last = False
+        self._active = list(range(len(self.buckets)))
         self._state = _EMPTY
+        self._deliveries: dict[int, int] | None = None  # still to come, by bucket; None: units say when
         self._in_microbatch = False
         self._waiting_for: list[set[int]] = [set() for _ in self.buckets]
         self._complete: set[int] = set()  # not yet issued
@@ -87,7 +92,11 @@ class GradientReducer:
         #: The most bytes of gradients that were kept at the end of a microbatch so far.
         self.most_bytes = 0
 
-    def begin(self, *, last: bool) -> None:
+    def begin(self, *, last: bool, active: Collection[int] | None = None) -> None:
+        Args:
+            last: whether the step has no further one.
+            active: numbers of the buckets that it concerns; None: all.
+
         """Start a microbatch.
 
         Raises:
@@ -100,8 +109,24 @@ class GradientReducer:
                 "a further microbatch"
             )
         self._is_last, self._in_microbatch, self._state = last, True, _BROKEN  # until it has ended
-        self._waiting_for = [set(units) for units in self._units_of]
+        everything = range(len(self.buckets))
+        if active is None or (last and not self._synchronise):  # the sums of the others are reduced as well
+            active = everything
+        self._active = sorted(active)
+        self._waiting_for = [set(self._units_of[i]) if i in active else set() for i in everything]
+        self._deliveries = None
         self._complete.clear()
+    def expect(self, deliveries: Mapping[int, int]) -> None:
+        """Let buckets be complete after so many gradients, instead of when their units end.
+
+        Follows :meth:`begin`. What is not named gets none.
+        """
+        for units in self._waiting_for:
+            units.clear()
+        self._deliveries = {index: count for index, count in deliveries.items() if count}
+        self._complete.update(index for index in self._active if index not in self._deliveries)
+        self._issue()
+
         self._issued.clear()
 
     def deliver(self, index: int, name: str, grad: Tensor) -> None:
@@ -120,7 +145,17 @@ class GradientReducer:
             raise UserError(
                 f"zero: parameter {name} got a gradient after the backward of its unit had ended: it is used "
                 f"outside of the cell that holds it, or by a recomputed cell that runs more than once (leave "
+        if index not in self._active:
+            raise UserError(
+                f"zero: parameter {name} got a gradient in a microbatch of another stage of its rank: it is "
+                f"used outside of the stage that holds it"
+            )
                 f"this cell to the root unit), or recompute() was not given the enclosing cells"
+        if self._deliveries is not None:
+            self._deliveries[index] -= 1
+            if not self._deliveries[index]:
+                self._complete.add(index)
+                self._issue()
             )
         self.buckets[index].deliver(name, grad)
 
@@ -140,7 +175,7 @@ class GradientReducer:
                 units.clear()
                 self._complete.add(index)
         self._issue()
-        assert len(self._issued) == len(self.buckets)
+        assert len(self._issued) == len(self._active)
         self._in_microbatch = False
         self._state = _COMPLETE if self._is_last else _PARTIAL
         self.most_bytes = max(self.most_bytes, self._kept_bytes())
@@ -198,7 +233,7 @@ class GradientReducer:
 
     def _issue(self) -> None:
         while self._complete:
-            index = len(self._issued) if self._in_order else min(self._complete)
+            index = self._active[len(self._issued)] if self._in_order else min(self._complete)
             if index not in self._complete:
                 return
             self._complete.remove(index)

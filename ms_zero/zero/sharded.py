@@ -16,6 +16,7 @@ per trained bucket :meth:`Sharded.gradient`, :meth:`Sharded.owned_values`, the o
 :meth:`Sharded.publish`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Sharded:
         model: nn.Cell,
         values: ValueSource,
         options: Options,
+        part_of: Callable[[str], Hashable] = lambda name: None,
         *,
         comm: Communicator,
         groups: Groups,
@@ -116,6 +118,7 @@ class Sharded:
         Args:
             model: its parameters need names and shapes, not values.
             values: initial values, the same on every rank of the data-parallel groups.
+            part_of: the part of the model that a parameter belongs to, where parts run apart; None: all.
             options: stage, dtypes, traffic.
             comm: the communicator.
             groups: who shares what.
@@ -141,7 +144,9 @@ class Sharded:
         self.trained = {name for name, param in params.items() if param.requires_grad}
         specs = plan_units(model, wrap or wrap_blocks(model), leave_out=self.kept)
         replicas_of = self.placements.replicas
-        layouts = self._plan(specs, lambda name: (name in self.trained, key_of(name), replicas_of(name)))
+        layouts = self._plan(
+            specs, lambda name: (name in self.trained, key_of(name), replicas_of(name), part_of(name))
+        )
         self.all_buckets = [self._bucket(layout) for layout in layouts]
         self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
         dtypes = {name: (ms.float32, None) if in_fp32(name) else (working, grid) for name in params}
@@ -158,6 +163,12 @@ class Sharded:
             group=groups.shard,
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
+        self._graph: Hashable = None
+        self._part: Hashable = None
+        # Gradients of a backward under way that waits for more of them, and those of all such graphs.
+        self._aside: list[tuple[int, str, Tensor]] | None = None
+        self._set_aside: dict[Hashable, list[tuple[int, str, Tensor]]] = {}
+        self._receivers: dict[int, tuple[int, Callable[[Tensor], Tensor]]] = {}  # by id of the parameter
             on_unit_end=self._reducer.end_unit,
         )
         self._params = params
@@ -172,7 +183,7 @@ class Sharded:
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """Wrap the backward of one microbatch; ``last`` says that the step has no further one."""
-        self._reducer.begin(last=last)
+        self._reducer.begin(last=last, active=self._buckets_of(self._part))
         complete = False
         try:
             yield
@@ -186,16 +197,41 @@ class Sharded:
                 self._reducer.abandon()
                 reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
 
-    def select(self, graph: Hashable) -> None:
-        """Say which graph the next recorded forward or backward belongs to, of several that are alive."""
+    def select(self, graph: Hashable, part: Hashable = None) -> None:
+        """Say which graph the next recorded forward or backward belongs to, of several that are alive.
+
+        self._graph, self._part = graph, part
+        ``part``: of the model that it runs, see ``part_of``; None: all of it.
+        """
         self._windows.select(graph)
 
     @contextmanager
-    def passing_through(self) -> Iterator[None]:
-        """Wrap a backward that computes no gradients of parameters; those of the graph follow in another."""
-        complete = False
+    def putting_off(self) -> Iterator[None]:
+        """Wrap a backward that puts off gradients of weights; :meth:`finish` takes them.
+
+        Gradients that it does not put off are kept until then.
+        """
+        self._set_aside[self._graph] = aside = []
+        self._aside, complete = aside, False
         try:
+            self._aside = None
             yield
+            clear_grads(self._trained_params)
+            if not complete:
+                self._reducer.abandon()
+                reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
+
+    def finish(self, waiting: kernels.PutOff, *, last: bool) -> None:
+        """Take the gradients of a graph that was put off, as one microbatch; buckets go as they fill."""
+        with self.microbatch(last=last):
+            aside = self._set_aside.pop(self._graph)
+            later = [self._receivers[id(param)][0] for param in waiting.params]
+            self._reducer.expect(Counter([*later, *(index for index, _, _ in aside)]))
+            for delivery in aside:
+                self._reducer.deliver(*delivery)
+            aside.clear()
+            for param, grad in waiting.take():
+                self._receivers[id(param)][1](grad)
             complete = True
         finally:
             self._windows.close_all(complete=complete)
@@ -277,6 +313,7 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Give up a step before its update, for example after an exception; the next one starts anew."""
+        self._set_aside.clear()
         self._reducer.drop()
         self.close_windows()
 
@@ -391,11 +428,17 @@ class Sharded:
         dropped = Tensor(np.zeros(1, np.float32))
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.layout.slots:
-                params[slot.name].register_hook(self._receive(index, slot.name, grids[slot.name], dropped))
+                param, receive = params[slot.name], self._receive(index, slot.name, grids[slot.name], dropped)
+                param.register_hook(receive)
+                self._receivers[id(param)] = index, receive
 
     def _receive(self, index: int, name: str, grid: ms.Type | None, dropped: Tensor) -> Callable[[Any], Any]:
         def receive(grad: Tensor) -> Tensor:
-            self._reducer.deliver(index, name, grad if grid is None else as_dtype(grad, grid))
+            grad = grad if grid is None else as_dtype(grad, grid)
+            if self._aside is None:
+                self._reducer.deliver(index, name, grad)
+            else:
+                self._aside.append((index, name, grad))
             return dropped
 
         return receive
@@ -404,6 +447,17 @@ class Sharded:
 def _replicas(bucket: Bucket) -> tuple[Replicas, ...]:
     """Ranks that share the data and hold the same parameters: the third part of the key."""
     return bucket.layout.key[2]
+
+
+    def _buckets_of(self, part: Hashable) -> set[int] | None:
+        """Numbers of the trained buckets of a part, and of those that belong to all; None: all buckets."""
+        if part is None:
+            return None
+        return {index for index, bucket in enumerate(self.buckets) if _part(bucket) in (part, None)}
+
+def _part(bucket: Bucket) -> Hashable:
+    """The part of the model that a bucket belongs to: the fourth part of the key."""
+    return bucket.layout.key[3]
 
 
 def _check_loss(loss: Tensor) -> None:

@@ -20,6 +20,7 @@ MIXTRAL, DEEPSEEK = LLAMA.replace("llama", "mixtral"), LLAMA.replace("llama", "d
 GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
 RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
 STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
+SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -248,6 +249,57 @@ CASES = [
         2,
         GPT,
     ),
+    ("MZ057", "parallel.schedule", ["parallel.schedule=1f1B"], ["parallel.schedule=1f1b"], 1, GPT),
+    (
+        "MZ057",
+        "parallel.schedule",
+        [f"parallel.schedule={WRONG_ORDER}", "parallel.pp=2", "train.accumulation_steps=2"],
+        [f"parallel.schedule={SCHEDULE}", "parallel.pp=2", "train.accumulation_steps=2"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ057",
+        "parallel.schedule",
+        [f"parallel.schedule={SCHEDULE}", "parallel.pp=2", "train.accumulation_steps=4"],
+        [f"parallel.schedule={SCHEDULE}", "parallel.pp=2", "train.accumulation_steps=2"],
+        2,
+        GPT,
+    ),
+    ("MZ057", "parallel.schedule", [f"parallel.schedule={SCHEDULE}"], [], 1, GPT),
+    (
+        "MZ057",
+        "parallel.schedule",
+        ["parallel.schedule=missing.csv", "parallel.pp=2"],
+        ["parallel.pp=2"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ058",
+        "parallel.stage_layers",
+        ["parallel.pp=2", "parallel.stage_layers=[2, 1]"],
+        ["parallel.pp=2", "parallel.stage_layers=[4, 0]"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ058",
+        "parallel.stage_layers",
+        [*STAGES, "parallel.pp=2", "train.accumulation_steps=4", "parallel.stage_layers=[2, 2]"],
+        [*STAGES, "parallel.pp=2", "train.accumulation_steps=4", "parallel.stage_layers=[1, 1, 0, 2]"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ058",
+        "parallel.stage_balance",
+        ["parallel.pp=2", "parallel.stage_layers=[2, 2]", "parallel.stage_balance=time"],
+        ["parallel.pp=2", "parallel.stage_balance=time"],
+        2,
+        GPT,
+    ),
+    ("MZ014", "parallel.stage_layers", ["parallel.stage_layers=[4]"], [], 1, GPT),
     (
         "MZ059",
         "memory.recompute",
@@ -359,6 +411,14 @@ def test_a_rule_finds_its_violation_and_nothing_next_to_it(
     assert [(finding.rule, finding.path) for finding in findings] == [(rule, key)]
     assert findings[0].severity == EXPLANATIONS[rule].severity
     assert load(*fitting, world=world, text=text).warnings == ()
+
+
+def test_a_wrong_schedule_is_refused_with_the_action_and_the_rule(refused):
+    overrides = [f"parallel.schedule={WRONG_ORDER}", "parallel.pp=2", "train.accumulation_steps=2"]
+    (finding,) = refused(*overrides, world=2, text=GPT)
+    assert finding.message == "schedule wrong_order.csv, rank 1: 1B1 comes before 1F1"
+    (finding,) = refused("parallel.schedule=1f1B", text=GPT)
+    assert finding.message.endswith("or the path of a .csv file; did you mean 1f1b?")
 
 
 def test_every_rule_has_a_case():

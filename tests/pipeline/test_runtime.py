@@ -1,5 +1,8 @@
 """Schedules executed by workers on a chain of plain Cells, against one process."""
 
+import os
+import signal
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -60,6 +63,7 @@ class Stages:
 
     def __init__(self, net, length, trouble=None):
         self.net, self.length, self.trouble, self.ended = net, length, trouble, []
+        self.late = {}  # gradients that were put off, by id of the parameter
 
     def key(self, microbatch):
         return self.length(microbatch)
@@ -67,6 +71,8 @@ class Stages:
     def forward(self, stage, microbatch, inputs):
         if self.trouble == (stage, microbatch):
             raise ArithmeticError("out of luck")
+        if self.trouble == ("killed", stage, microbatch):
+            os.kill(os.getpid(), signal.SIGKILL)
         x, count = inputs or (batch(microbatch, self.length), Tensor(np.zeros(1, np.int32)))
         x = self.net.layers[stage](x)
         if stage == len(self.net.layers) - 1:
@@ -80,6 +86,17 @@ class Stages:
     def around_backward(self, stage, microbatch, *, weights, last):
         self.ended.append((weights, last))
         return nullcontext()
+
+    def weights(self, stage, microbatch, waiting, *, last):
+        self.ended.append((True, last))
+        for param, grad in waiting.take():
+            known = self.late.get(id(param))
+            self.late[id(param)] = grad if known is None else known + grad
+
+    def gradient(self, param):
+        late, now = self.late.get(id(param)), gradient(param)
+        assert late is None or now is None  # a layer puts off all its gradients or none
+        return now if late is None else late
 
 
 def reference(sizes, num_microbatches, length):
@@ -111,25 +128,33 @@ def execute(comm, schedule, sizes, length):
     losses, grads = reference(sizes, schedule.num_microbatches, length)
     for _ in range(2):
         clear_grads(net.get_parameters())
+        work.late.clear()
         outcome = pipeline.run(schedule, work)
     evaluated = pipeline.evaluate(schedule.placement, schedule.num_microbatches, work)
     rank, wrong = comm.rank, []
     for stage in schedule.stages_of(rank):
         for name, param in net.layers[stage].parameters_and_names():
-            if not np.array_equal(gradient(param).asnumpy(), grads[f"layers.{stage}.{name}"]):
+            if not np.array_equal(work.gradient(param).asnumpy(), grads[f"layers.{stage}.{name}"]):
                 wrong.append(f"gradient of {stage}.{name}")
     elsewhere = [s for s in range(schedule.num_stages) if schedule.placement[s] != rank]
-    wrong += [f"gradient on {rank}" for s in elsewhere for p in net.layers[s].get_parameters() if gradient(p)]
+    wrong += [f"gradient on {rank}" for s in elsewhere for p in net.layers[s].get_parameters() if work.gradient(p)]
     if schedule.placement[-1] == rank:
         for found in (outcome.losses, evaluated.losses):
             values = [float(found[m].asnumpy()) for m in range(schedule.num_microbatches)]
             wrong += [] if values == losses else [f"losses {values}, expected {losses}"]
-    peaks = (outcome.peak_in_flight, outcome.peak_graphs)
+    peaks = (outcome.peak_in_flight, outcome.peak_held)
     expected = tuple(schedules.peak_in_flight(schedule, until)[rank] for until in "BW")
     wrong += [] if peaks == expected else [f"in flight {peaks}, expected {expected}"]
     ends = [weights for weights, last in work.ended if last]
     wrong += [] if ends == [True, True] and work.ended[-1] == (True, True) else [f"ends {work.ended}"]
+    # Only products have parameters here: whatever is put off waits for a W.
+    wrong += [] if schedule.splits_backward() == bool(work.late) or not mine(schedule, sizes, rank) else ["late"]
     return wrong
+
+
+def mine(schedule, sizes, rank):
+    """Whether a rank has parameters."""
+    return any(sizes[stage] for stage in schedule.stages_of(rank))
 
 
 def run_all(comm, cases):
@@ -177,15 +202,31 @@ def test_an_exception_ends_all_workers_and_says_where():
     assert "in the forward of stage 1, microbatch 2" in message
 
 
+def kill_in_the_middle(comm):
+    launch_blocking()
+    schedule = schedules.build("1f1b", comm.world_size, 4)
+    work = Stages(Net([3] * 4), same_length, trouble=("killed", 2, 1))
+    Pipeline(comm, comm.world).run(schedule, work)
+
+
+def test_a_killed_worker_ends_the_others_in_seconds():
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 2 failed:\nkilled by SIGKILL"):
+        run_workers(4, kill_in_the_middle, timeout_s=100)
+    assert time.monotonic() - start < 60  # instead of the time limit, or those of the collectives
+
+
 def refusals(comm):
     """What ranks say of layouts that do not fit, and of shapes that change."""
     launch_blocking()
     pipeline, work = Pipeline(comm, comm.world), Stages(Net([3] * 2), same_length)
     said = []
+    pipeline.run(schedules.build("1f1b", 2, 4), work)
     for schedule in (
         schedules.build("1f1b", 3, 4),
         schedules.build(("1f1b", "gpipe")[comm.rank], 2, 4),
         schedules.build("1f1b", 2, 4 + comm.rank),
+        schedules.build("1f1b", 2, 3 + comm.rank),  # one of them has passed before
         Schedule("short", 1, (0, 1), ((Action("F", 0, 0),), (Action("F", 1, 0), Action("B", 1, 0)))),
     ):
         with pytest.raises(UserError) as caught:
@@ -201,7 +242,8 @@ def test_layouts_that_do_not_fit_are_refused_on_all_ranks():
         assert said[0] == "pipeline: schedule 1f1b is for 3 ranks, this pipeline has 2: build it for as many"
         assert f"rank {other} runs schedule {names[other]} with 4 microbatches" in said[1]
         assert f"rank {other} runs schedule 1f1b with {4 + other} microbatches and rank {rank}" in said[2]
-        assert "0B0 is missing" in said[3]
+        assert f"rank {other} runs schedule 1f1b with {3 + other} microbatches and rank {rank}" in said[3]
+        assert "0B0 is missing" in said[4]
 
 
 class Alone:

@@ -1,58 +1,13 @@
-"""Sharing out blocks, and what splitting leaves of a model on each rank."""
+"""What splitting leaves of a model on each rank."""
 
-from itertools import combinations_with_replacement
-
-import numpy as np
 import pytest
 from mindspore import nn
 
 from ms_zero.errors import UserError
 from ms_zero.models.init import init_rules
 from ms_zero.models.layers import Embedding, Linear, name_parameters_by_path
-from ms_zero.pipeline.stage import Chain, balance, explicit, shared_names, split, stage_of
-
-
-def loads(costs, ranges, first, last):
-    sums = [sum(costs[block] for block in blocks) for blocks in ranges]
-    sums[0] += first
-    sums[-1] += last
-    return sums
-
-
-def every_split(num_blocks, num_stages):
-    for ends in combinations_with_replacement(range(num_blocks + 1), num_stages - 1):
-        yield [range(a, b) for a, b in zip((0, *ends), (*ends, num_blocks), strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_balance_is_the_best_of_all_splits(seed):
-    rng = np.random.default_rng(seed)
-    num_blocks, num_stages = int(rng.integers(1, 8)), int(rng.integers(1, 5))
-    costs = rng.integers(0, 9, num_blocks).tolist()
-    first, last = rng.integers(0, 12, 2).tolist()
-    found = balance(costs, num_stages, first=first, last=last)
-    assert [block for blocks in found for block in blocks] == list(range(num_blocks))
-    everything = [loads(costs, ranges, first, last) for ranges in every_split(num_blocks, num_stages)]
-    best = min((max(sums), sum(x * x for x in sums)) for sums in everything)
-    sums = loads(costs, found, first, last)
-    assert (max(sums), sum(x * x for x in sums)) == best
-
-
-def test_equal_blocks_are_shared_out_evenly():
-    assert [len(blocks) for blocks in balance([1] * 12, 4)] == [3, 3, 3, 3]
-    assert [len(blocks) for blocks in balance([1] * 12, 4, first=2, last=2)] == [2, 4, 4, 2]
-    assert sorted(len(blocks) for blocks in balance([1.0] * 2, 3)) == [0, 1, 1]
-
-
-def test_a_list_of_blocks_has_to_add_up():
-    assert explicit([2, 0, 3], 5, 3) == (range(2), range(2, 2), range(2, 5))
-    assert [stage_of(block, explicit([2, 0, 3], 5, 3)) for block in range(5)] == [0, 0, 2, 2, 2]
-    for counts in ([2, 2], [1, 1, 1], [6, 0, -1]):
-        with pytest.raises(UserError, match="3 numbers of at least 0 that add up to the 5 blocks"):
-            explicit(counts, 5, 3)
-    for wrong in ([-1.0], [float("nan")]):
-        with pytest.raises(UserError, match="costs of at least 0"):
-            balance(wrong, 2)
+from ms_zero.pipeline.balance import explicit
+from ms_zero.pipeline.stage import Chain, shared_names, split
 
 
 class Body(nn.Cell):

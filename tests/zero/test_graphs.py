@@ -4,7 +4,8 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_zero._compat import backward, gradient, leaf
-from tests.zero.recorder import INPUT, follow, forward, loss_of
+from ms_zero.kernels import Linear, PutOff, putting_off
+from tests.zero.recorder import INPUT, Followed, follow, forward, loss_of
 
 
 def reduced(model):
@@ -35,23 +36,30 @@ def test_each_graph_opens_closes_and_reduces_as_one_alone_does():
     assert all(np.array_equal(*pair) for pair in zip(together, reduced(model), strict=True))
 
 
-def test_a_backward_to_the_inputs_comes_before_that_of_the_weights():
-    model, comm = follow()
+def test_gradients_of_weights_that_are_put_off_are_those_of_one_backward():
+    cell = Followed()
+    for block in cell.blocks:
+        block.matmul = Linear()  # puts off; the rest of the model does not
+    model, comm = follow(cell=cell)
     model.backward(forward(model))
     model.reduce()
     whole = reduced(model)
     model.drop_gradients()
     comm.take()
+    waiting = PutOff()
     x = leaf(INPUT, requires_grad=True)
     model.select("split")
-    with model.record():
+    with model.record(), putting_off(waiting):
         loss = loss_of(model, x)
-    with model.passing_through():
-        backward(loss, Tensor(np.float32(1)), [x], keep_graph=True)
+    with model.putting_off():
+        backward(loss, Tensor(np.float32(1)))
     assert not any(unit.is_open for unit in model.units)
     assert not any(event.startswith("reduce") for event in comm.take())
     towards = gradient(x).asnumpy().copy()
-    model.backward(loss)
+    assert np.abs(towards).max() > 0 and np.isfinite(towards).all()
+    assert [param.name for param in waiting.params] == [f"blocks.{n}.weight" for n in (2, 1, 0)]
+    model.finish(waiting, last=True)
+    assert not waiting.params
+    assert not any(event.startswith("gather") for event in comm.take())  # weights are not needed any more
     model.reduce()
     assert all(np.array_equal(*pair) for pair in zip(whole, reduced(model), strict=True))
-    assert np.abs(towards).max() > 0 and np.isfinite(towards).all()
