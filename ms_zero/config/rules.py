@@ -344,28 +344,6 @@ def _check_tensor_parallel_node(facts: Facts) -> Iterator[tuple[str, str]]:
 def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
     names = ("pp", "schedule", "virtual_stages")
     pp, name, num_virtual = (facts.values[f"parallel.{key}"] for key in names)
-    if pp == 1:
-        return
-    for path, count in _microbatch_counts(facts):
-        refusal = refuse_use(found, pp, count)
-        if refusal:
-            yield path, refusal
-            return
-
-
-def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
-    """Microbatches that steps can have, and the key that says so."""
-    yield "parallel.schedule", facts.values["train.accumulation_steps"]
-    if facts.known("train.rampup_samples", "train.rampup_start", "train.rampup_increment"):
-        start, step = facts.values["train.rampup_start"], facts.values["train.rampup_increment"]
-        share = facts.values["train.global_batch_size"] // facts.values["train.accumulation_steps"]
-        if facts.values["train.rampup_samples"] > 0 and start and step and start >= share:
-            yield "train.rampup_start", start // share
-            yield "train.rampup_increment", (start + step) // share
-
-
-def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
-    kind, name = facts.values["memory.recompute"], facts.values["parallel.schedule"]
     if name not in NAMES and not is_file(name):
         hint = did_you_mean(name, NAMES)
         expected = f"expected one of {', '.join(NAMES)}, or the path of a .csv file{hint}"
@@ -381,7 +359,7 @@ def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_schedule_file(facts: Facts, pp: int, name: str) -> Iterator[tuple[str, str]]:
-    if facts.values["parallel.pp"] == 1:
+    if pp == 1:
         yield "parallel.schedule", f"{show(name)} has no effect without stages; set parallel.pp or remove it"
         return
     try:
@@ -389,13 +367,13 @@ def _check_schedule_file(facts: Facts, pp: int, name: str) -> Iterator[tuple[str
     except UserError as error:
         yield "parallel.schedule", str(error)
         return
-    if kind in ("sqrt", "every_k", "budget"):
-        yield "memory.recompute", f"{kind} is not possible with stages; use full or selective"
-    elif kind != "none" and _splits_backward(name):
-        yield "memory.recompute", f"{kind} is not possible with schedule zb-h1; use none, or 1f1b"
+    for path, count in _microbatch_counts(facts):
+        refusal = refuse_use(found, pp, count)
+        if refusal:
+            yield path, refusal
+            return
 
 
-def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
 def _check_stage_layers(facts: Facts) -> Iterator[tuple[str, str]]:
     counts, chunks = facts.values["parallel.stage_layers"], _num_chunks(facts)
     if not counts or chunks is None:
@@ -418,6 +396,35 @@ def _num_chunks(facts: Facts) -> int | None:
         return None
 
 
+def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
+    """Microbatches that steps can have, and the key that says so."""
+    yield "parallel.schedule", facts.values["train.accumulation_steps"]
+    if facts.known("train.rampup_samples", "train.rampup_start", "train.rampup_increment"):
+        start, step = facts.values["train.rampup_start"], facts.values["train.rampup_increment"]
+        share = facts.values["train.global_batch_size"] // facts.values["train.accumulation_steps"]
+        if facts.values["train.rampup_samples"] > 0 and start and step and start >= share:
+            yield "train.rampup_start", start // share
+            yield "train.rampup_increment", (start + step) // share
+
+
+def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
+    kind, name = facts.values["memory.recompute"], facts.values["parallel.schedule"]
+    if facts.values["parallel.pp"] == 1:
+        return
+    if kind in ("sqrt", "every_k", "budget"):
+        yield "memory.recompute", f"{kind} is not possible with stages; use full or selective"
+    elif kind != "none" and _splits_backward(name):
+        yield "memory.recompute", f"{kind} is not possible with schedule zb-h1; use none, or 1f1b"
+
+
+def _splits_backward(schedule: str) -> bool:
+    try:
+        return read_csv(Path(schedule)).splits_backward() if is_file(schedule) else schedule == "zb-h1"
+    except UserError:
+        return False
+
+
+def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
     stage = facts.values["parallel.zero_stage"]
     if facts.values["offload.params"] == "cpu" and stage != 3:
         yield "offload.params", f"cpu needs sharded weights, zero_stage is {stage}; set parallel.zero_stage=3"
@@ -439,13 +446,6 @@ def _check_dtypes(facts: Facts) -> Iterator[tuple[str, str]]:
         message = (
             f"fp32 is wider than param {names['param']}: widened weights gain no information; set compute to "
             f"{names['param']} or param to fp32"
-def _splits_backward(schedule: str) -> bool:
-    try:
-        return read_csv(Path(schedule)).splits_backward() if is_file(schedule) else schedule == "zb-h1"
-    except UserError:
-        return False
-
-
         )
         yield "precision.compute", message
     halves = sorted(set(names.values()) - {"fp32"})
@@ -844,6 +844,24 @@ _PARALLEL_RULES = (
         _check_schedule,
     ),
     Rule(
+        "MZ058",
+        "Every block is on one stage",
+        "error",
+        "A list of the blocks of the stages places each block of the model exactly once: it has as many "
+        "numbers as the pipeline has stages, ranks x virtual stages, and they add up to the model's blocks.",
+        "Correct parallel.stage_layers as the message says, or remove it to share blocks out by "
+        "parallel.stage_balance.",
+        (
+            "parallel.pp",
+            "parallel.schedule",
+            "parallel.virtual_stages",
+            "parallel.stage_layers",
+            "parallel.stage_balance",
+            "model.num_layers",
+        ),
+        _check_stage_layers,
+    ),
+    Rule(
         "MZ059",
         "Recompute stays within a stage",
         "error",
@@ -865,24 +883,6 @@ _PARALLEL_RULES = (
         _check_tensor_parallel,
     ),
     Rule(
-    Rule(
-        "MZ058",
-        "Every block is on one stage",
-        "error",
-        "A list of the blocks of the stages places each block of the model exactly once: it has as many "
-        "numbers as the pipeline has stages, ranks x virtual stages, and they add up to the model's blocks.",
-        "Correct parallel.stage_layers as the message says, or remove it to share blocks out by "
-        "parallel.stage_balance.",
-        (
-            "parallel.pp",
-            "parallel.schedule",
-            "parallel.virtual_stages",
-            "parallel.stage_layers",
-            "parallel.stage_balance",
-            "model.num_layers",
-        ),
-        _check_stage_layers,
-    ),
         "MZ055",
         "Sequence parallelism has ranks, and a sequence that divides",
         "error",

@@ -117,10 +117,6 @@ def _build_pipeline(
     )
 
 
-def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
-    """What is where, in lines for the log."""
-    parallel, offload = config.parallel, config.offload
-    replicas = f", {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
 def build_pipeline_schedule(
     config: ParallelConfig,
 ) -> tuple[Callable[[int], schedules.Schedule], tuple[int, ...]]:
@@ -144,6 +140,10 @@ def build_pipeline_schedule(
     return checked, read.placement
 
 
+def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
+    """What is where, in lines for the log."""
+    parallel, offload = config.parallel, config.offload
+    replicas = f", {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
     parts = ("optimizer state", "gradients", "weights")[: parallel.zero_stage]
     lines = [
         f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
@@ -165,6 +165,7 @@ def build_sharded(
     pmesh: ProcessMesh,
     values: ValueSource,
     placements: Placements,
+    part_of: Callable[[str], int | None] = lambda name: None,
 ) -> Sharded:
     """The shards of a model, given where its parameters lie in the whole ones and the values of these.
 
@@ -177,7 +178,6 @@ def build_sharded(
         model,
         placements.local_values(values),
         Options(
-    part_of: Callable[[str], int | None] = lambda name: None,
             stage=parallel.zero_stage,
             policy=policy,
             synchronise=parallel.sync_each_microbatch,
@@ -195,6 +195,7 @@ def build_sharded(
         scaler=build_scaler(config.precision),
         wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
         placements=placements,
+        part_of=part_of,
     )
 
 
@@ -205,7 +206,6 @@ def apply_memory(config: RunConfig, model: nn.Cell) -> list[str]:
         model,
         memory.recompute,
         every=memory.recompute_every if memory.recompute == "every_k" else None,
-        part_of=part_of,
         budget_bytes=None if memory.budget_gb is None else memory.budget_gb * 1e9,
         bytes_of=kept_bytes(config).__getitem__,
     )

@@ -113,6 +113,12 @@ class Part:
     placements: Placements
     trained: dict[str, bool]
     blocks: tuple[range, ...]
+    placement: tuple[int, ...]
+    stages: Mapping[str, int | None]
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that a parameter of this rank belongs to; None: several, or the rank has only one."""
+        return self.stages[name] if len(self.cell.stages) > 1 else None
 
     def describe(self) -> str:
         """The blocks of every stage, in a few words."""
@@ -131,12 +137,6 @@ def split_model(
 ) -> Part:
     """Split a model, in place, into stages. Collective.
 
-    placement: tuple[int, ...]
-    stages: Mapping[str, int | None]
-
-    def stage_of(self, name: str) -> int | None:
-        """The stage that a parameter of this rank belongs to; None: several, or the rank has only one."""
-        return self.stages[name] if len(self.cell.stages) > 1 else None
     Args:
         model: the plain model, or one that was cut by other techniques.
         chain: how it runs.
@@ -144,6 +144,9 @@ def split_model(
         placement: the rank of each stage; None: one stage a rank, in their order.
         counts: blocks of each stage; None: such that stages have about equally many parameters.
         placements: of its parameters; None: they are whole.
+
+    Raises:
+        UserError: the counts do not add up, or a rank has no stage.
     """
     placements = placements or Placements()
     group = pmesh.group("pp")
@@ -169,9 +172,6 @@ def split_model(
         for name in shared:
             replicas = (*placements.replicas(name), Replicas(ends, is_partial=True))
             by_name[name] = Placement(placements.box(name, shapes[name]), replicas)
-
-    Raises:
-        UserError: the counts do not add up, or a rank has no stage.
     stages = {}
     for name, _ in cell.parameters_and_names():
         own = _stages_of(name, chain, ranges, shared) & set(mine)

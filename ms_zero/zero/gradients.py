@@ -81,11 +81,11 @@ class GradientReducer:
         self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
         self._synchronise, self._in_order = synchronise, in_order
         self._is_last = False
-        self._active = list(range(len(self.buckets)))
         self._state = _EMPTY
-        self._deliveries: dict[int, int] | None = None  # still to come, by bucket; None: units say when
         self._in_microbatch = False
+        self._active = list(range(len(self.buckets)))
         self._waiting_for: list[set[int]] = [set() for _ in self.buckets]
+        self._deliveries: dict[int, int] | None = None  # still to come, by bucket; None: units say when
         self._complete: set[int] = set()  # not yet issued
         self._issued: set[int] = set()
         self._in_flight: deque[tuple[Bucket, Handle[Tensor]]] = deque()
@@ -93,11 +93,11 @@ class GradientReducer:
         self.most_bytes = 0
 
     def begin(self, *, last: bool, active: Collection[int] | None = None) -> None:
+        """Start a microbatch.
+
         Args:
             last: whether the step has no further one.
             active: numbers of the buckets that it concerns; None: all.
-
-        """Start a microbatch.
 
         Raises:
             UserError: an earlier one of the step failed, or the step is reduced already.
@@ -116,6 +116,8 @@ class GradientReducer:
         self._waiting_for = [set(self._units_of[i]) if i in active else set() for i in everything]
         self._deliveries = None
         self._complete.clear()
+        self._issued.clear()
+
     def expect(self, deliveries: Mapping[int, int]) -> None:
         """Let buckets be complete after so many gradients, instead of when their units end.
 
@@ -126,8 +128,6 @@ class GradientReducer:
         self._deliveries = {index: count for index, count in deliveries.items() if count}
         self._complete.update(index for index in self._active if index not in self._deliveries)
         self._issue()
-
-        self._issued.clear()
 
     def deliver(self, index: int, name: str, grad: Tensor) -> None:
         """Take a gradient.
@@ -145,19 +145,19 @@ class GradientReducer:
             raise UserError(
                 f"zero: parameter {name} got a gradient after the backward of its unit had ended: it is used "
                 f"outside of the cell that holds it, or by a recomputed cell that runs more than once (leave "
+                f"this cell to the root unit), or recompute() was not given the enclosing cells"
+            )
         if index not in self._active:
             raise UserError(
                 f"zero: parameter {name} got a gradient in a microbatch of another stage of its rank: it is "
                 f"used outside of the stage that holds it"
             )
-                f"this cell to the root unit), or recompute() was not given the enclosing cells"
+        self.buckets[index].deliver(name, grad)
         if self._deliveries is not None:
             self._deliveries[index] -= 1
             if not self._deliveries[index]:
                 self._complete.add(index)
                 self._issue()
-            )
-        self.buckets[index].deliver(name, grad)
 
     def end_unit(self, unit: int) -> None:
         """The backward of a unit is over in this microbatch."""

@@ -100,7 +100,6 @@ class Sharded:
         model: nn.Cell,
         values: ValueSource,
         options: Options,
-        part_of: Callable[[str], Hashable] = lambda name: None,
         *,
         comm: Communicator,
         groups: Groups,
@@ -112,13 +111,13 @@ class Sharded:
         wrap: Wrap | None = None,
         scaler: LossScaler | None = None,
         placements: Placements | None = None,
+        part_of: Callable[[str], Hashable] = lambda name: None,
     ) -> None:
         """Move the model's parameters into buckets and register hooks.
 
         Args:
             model: its parameters need names and shapes, not values.
             values: initial values, the same on every rank of the data-parallel groups.
-            part_of: the part of the model that a parameter belongs to, where parts run apart; None: all.
             options: stage, dtypes, traffic.
             comm: the communicator.
             groups: who shares what.
@@ -130,6 +129,7 @@ class Sharded:
             wrap: which cells are units; None: repeated blocks.
             scaler: of the loss; None: a fixed scale of 1.
             placements: where the model's parameters lie in the whole ones; None: they are whole.
+            part_of: the part of the model that a parameter belongs to, where parts run apart; None: all.
         """
         self.placements = placements or Placements()
         self.model, self.options, self.groups = model, options, groups
@@ -163,15 +163,15 @@ class Sharded:
             group=groups.shard,
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
+            on_unit_end=self._reducer.end_unit,
+        )
+        self._params = params
         self._graph: Hashable = None
         self._part: Hashable = None
         # Gradients of a backward under way that waits for more of them, and those of all such graphs.
         self._aside: list[tuple[int, str, Tensor]] | None = None
         self._set_aside: dict[Hashable, list[tuple[int, str, Tensor]]] = {}
         self._receivers: dict[int, tuple[int, Callable[[Tensor], Tensor]]] = {}  # by id of the parameter
-            on_unit_end=self._reducer.end_unit,
-        )
-        self._params = params
         self._trained_params = [params[name] for name in params if name in self.trained]
         self._register_gradient_hooks(params, {name: grid for name, (_, grid) in dtypes.items()})
 
@@ -200,10 +200,10 @@ class Sharded:
     def select(self, graph: Hashable, part: Hashable = None) -> None:
         """Say which graph the next recorded forward or backward belongs to, of several that are alive.
 
-        self._graph, self._part = graph, part
         ``part``: of the model that it runs, see ``part_of``; None: all of it.
         """
         self._windows.select(graph)
+        self._graph, self._part = graph, part
 
     @contextmanager
     def putting_off(self) -> Iterator[None]:
@@ -214,8 +214,11 @@ class Sharded:
         self._set_aside[self._graph] = aside = []
         self._aside, complete = aside, False
         try:
-            self._aside = None
             yield
+            complete = True
+        finally:
+            self._aside = None
+            self._windows.close_all(complete=complete)
             clear_grads(self._trained_params)
             if not complete:
                 self._reducer.abandon()
@@ -232,9 +235,6 @@ class Sharded:
             aside.clear()
             for param, grad in waiting.take():
                 self._receivers[id(param)][1](grad)
-            complete = True
-        finally:
-            self._windows.close_all(complete=complete)
 
     def backward(self, loss: Tensor, *, weight: float, last: bool) -> None:
         """Back-propagate ``weight * loss``, times the loss scale, as one microbatch.
@@ -313,8 +313,8 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Give up a step before its update, for example after an exception; the next one starts anew."""
-        self._set_aside.clear()
         self._reducer.drop()
+        self._set_aside.clear()
         self.close_windows()
 
     def close_windows(self) -> None:
@@ -421,6 +421,12 @@ class Sharded:
             in_order=self.options.stage < MAX_STAGE,
         )
 
+    def _buckets_of(self, part: Hashable) -> set[int] | None:
+        """Numbers of the trained buckets of a part, and of those that belong to all; None: all buckets."""
+        if part is None:
+            return None
+        return {index for index, bucket in enumerate(self.buckets) if _part(bucket) in (part, None)}
+
     def _register_gradient_hooks(
         self, params: Mapping[str, Parameter], grids: Mapping[str, ms.Type | None]
     ) -> None:
@@ -448,12 +454,6 @@ def _replicas(bucket: Bucket) -> tuple[Replicas, ...]:
     """Ranks that share the data and hold the same parameters: the third part of the key."""
     return bucket.layout.key[2]
 
-
-    def _buckets_of(self, part: Hashable) -> set[int] | None:
-        """Numbers of the trained buckets of a part, and of those that belong to all; None: all buckets."""
-        if part is None:
-            return None
-        return {index for index, bucket in enumerate(self.buckets) if _part(bucket) in (part, None)}
 
 def _part(bucket: Bucket) -> Hashable:
     """The part of the model that a bucket belongs to: the fourth part of the key."""
