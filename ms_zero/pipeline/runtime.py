@@ -165,8 +165,8 @@ class Pipeline:
         if schedule not in self._digests:
             if schedule.num_ranks != self._group.size:
                 raise UserError(
-                    f"pipeline: schedule {schedule.name} is for {schedule.num_ranks} ranks, this pipeline has "
-                    f"{self._group.size}: build it for as many"
+                    f"pipeline: schedule {schedule.name} is for {schedule.num_ranks} ranks, this pipeline "
+                    f"has {self._group.size}: build it for as many"
                 )
             check(schedule)
             self._digests[schedule] = Tensor(np.array([_digest(schedule)], np.int32))

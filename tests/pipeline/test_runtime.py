@@ -136,8 +136,8 @@ def execute(comm, schedule, sizes, length):
         for name, param in net.layers[stage].parameters_and_names():
             if not np.array_equal(work.gradient(param).asnumpy(), grads[f"layers.{stage}.{name}"]):
                 wrong.append(f"gradient of {stage}.{name}")
-    elsewhere = [s for s in range(schedule.num_stages) if schedule.placement[s] != rank]
-    wrong += [f"gradient on {rank}" for s in elsewhere for p in net.layers[s].get_parameters() if work.gradient(p)]
+    elsewhere = [net.layers[s] for s in range(schedule.num_stages) if schedule.placement[s] != rank]
+    wrong += [f"gradient on {rank}" for c in elsewhere for p in c.get_parameters() if work.gradient(p)]
     if schedule.placement[-1] == rank:
         for found in (outcome.losses, evaluated.losses):
             values = [float(found[m].asnumpy()) for m in range(schedule.num_microbatches)]
@@ -148,12 +148,12 @@ def execute(comm, schedule, sizes, length):
     ends = [weights for weights, last in work.ended if last]
     wrong += [] if ends == [True, True] and work.ended[-1] == (True, True) else [f"ends {work.ended}"]
     # Only products have parameters here: whatever is put off waits for a W.
-    wrong += [] if schedule.splits_backward() == bool(work.late) or not mine(schedule, sizes, rank) else ["late"]
+    put_off = bool(work.late) or not has_parameters(schedule, sizes, rank)
+    wrong += [] if put_off or not schedule.splits_backward() else ["nothing was put off"]
     return wrong
 
 
-def mine(schedule, sizes, rank):
-    """Whether a rank has parameters."""
+def has_parameters(schedule, sizes, rank):
     return any(sizes[stage] for stage in schedule.stages_of(rank))
 
 
