@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ms_zero.testing.context_matrix import context_cases
 from ms_zero.testing.parity import (
     Case,
     Plan,
@@ -95,8 +96,8 @@ def document_cases(folder: Path) -> list[Case]:
 
 
 def parallel_cases(quick: bool, scratch: Path) -> list[Case]:
-    """Tensor, sequence and pipeline parallelism, alone, together and with data parallelism."""
-    return [*tensor_cases(quick), *pipeline_cases(quick)]
+    """Tensor, sequence, pipeline and context parallelism, alone, together and with data parallelism."""
+    return [*tensor_cases(quick), *pipeline_cases(quick), *context_cases(quick, scratch)]
 
 
 MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {

@@ -75,19 +75,22 @@ def test_unknown_names_are_refused_with_suggestions(name, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
+COMPILED = ("parallel.cp=2", "engine.kind=graph")
+
+
 @pytest.mark.parametrize("name", ["gpt3-13b", "gpt3-175b", "llama-70b"])
 def test_a_config_that_cannot_be_run_is_refused_where_it_would_be(name):
     require_runnable(ms_zero.setup_training(name))
-    config = ms_zero.setup_training(name, workers=16, overrides=["parallel.pp=1", "parallel.cp=2"])
-    with pytest.raises(ConfigError, match=r"parallel.cp: 2 is not available in this version.*\[MZ062\]"):
+    config = ms_zero.setup_training(name, workers=16, overrides=["parallel.pp=1", *COMPILED])
+    with pytest.raises(ConfigError, match=r"parallel.cp: 2 is not available with engine graph.*\[MZ069\]"):
         require_runnable(config)
 
 
 def test_the_trainer_refuses_it_before_it_builds_anything():
     from ms_zero import runner
 
-    with pytest.raises(ConfigError, match=r"\[MZ062\]"):
-        config = ms_zero.setup_training("gpt3-175b", workers=16, overrides=["parallel.pp=1", "parallel.cp=2"])
+    with pytest.raises(ConfigError, match=r"\[MZ069\]"):
+        config = ms_zero.setup_training("gpt3-175b", workers=16, overrides=["parallel.pp=1", *COMPILED])
         runner.build_trainer(config, text=None, comm=None)
 
 

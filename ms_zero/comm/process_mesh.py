@@ -11,6 +11,7 @@ from ms_zero.mesh import AXES, Mesh
 SPANS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
     ("dp_replicate", "dp_shard"),
+    ("dp_shard", "cp"),
     ("dp_replicate", "dp_shard", "cp"),
     ("edp",),
     ("ep",),

@@ -164,6 +164,13 @@ def _check_experts_uncut(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "parallel.tp", message
 
 
+def _check_whole_sequences(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree = facts.values["parallel.cp"]
+    if facts.values["model.family"] == "moe" and degree > 1:
+        message = f"{degree} is not available for models with experts in this version; only 1 is"
+        yield "parallel.cp", message
+
+
 def _check_seq_len(facts: Facts) -> Iterator[tuple[str, str]]:
     length, limit = facts.values["data.seq_len"], facts.values["model.max_seq_len"]
     if length > limit:
@@ -285,11 +292,24 @@ def _check_mesh(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "parallel.dp_shard", message
 
 
-def _check_axes(facts: Facts) -> Iterator[tuple[str, str]]:
-    for axis in ("cp",):
-        degree = facts.values.get(f"parallel.{axis}", 1)
-        if degree > 1:
-            yield f"parallel.{axis}", f"{degree} is not available in this version; only 1 is"
+def _check_context_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree, method = facts.values["parallel.cp"], facts.values["parallel.context"]
+    parts = 2 * degree if method == "ring" else degree
+    length = facts.values["data.seq_len"]
+    if degree > 1 and length % parts:
+        message = f"{length} tokens cannot be cut into {parts} chunks by parallel.cp {degree} ({method})"
+        yield "data.seq_len", f"{message}; use a multiple of {parts}"
+    heads, tp = facts.values["model.num_heads"], facts.values["parallel.tp"]
+    if degree == 1 or method == "ring" or heads % tp:
+        return
+    if heads // tp % degree:
+        message = f"{degree} does not divide the {heads // tp} heads of a rank; use a divisor, or the ring"
+        yield "parallel.cp", message
+    kv_heads = facts.values.get("model.num_kv_heads")
+    own = max(1, kv_heads // tp) if isinstance(kv_heads, int) else degree
+    if own % degree and degree % own:
+        message = f"{degree} is neither a divisor nor a multiple of the {own} key-value heads of a rank"
+        yield "parallel.cp", f"{message}; use one, or the ring"
 
 
 def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -323,9 +343,11 @@ def _check_sequence_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
     if degree == 1:
         message = "true, but parallel.tp is 1, and its ranks cut the sequence; raise tp or remove this"
         yield "parallel.sequence_parallel", message
-    elif length % degree:
-        message = f"{length} tokens cannot be cut by parallel.tp {degree}; use a multiple of it"
-        yield "data.seq_len", message
+    elif length % (degree * facts.values["parallel.cp"]):
+        parts = f"parallel.tp {degree}"
+        if facts.values["parallel.cp"] > 1:
+            parts = f"parallel.cp x tp = {degree * facts.values['parallel.cp']}"
+        yield "data.seq_len", f"{length} tokens cannot be cut by {parts}; use a multiple of it"
 
 
 def _check_tensor_parallel_node(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -805,6 +827,16 @@ _PARALLEL_RULES = (
         _check_mesh,
     ),
     Rule(
+        "MZ029",
+        "Experts see whole sequences",
+        "unavailable",
+        "The capacity of experts and their balance loss are defined per sequence. This version does not add "
+        "them up over the parts of a sequence that context-parallel ranks have.",
+        "Set parallel.cp to 1.",
+        ("model.family", "parallel.cp"),
+        _check_whole_sequences,
+    ),
+    Rule(
         "MZ061",
         "The fixed degrees divide the number of workers",
         "error",
@@ -813,12 +845,15 @@ _PARALLEL_RULES = (
     ),
     Rule(
         "MZ062",
-        "Context parallelism is not available yet",
-        "unavailable",
-        "This version runs data, tensor and pipeline parallelism; the key exists so that files keep their "
-        "meaning.",
-        "Set parallel.cp to 1.",
-        check=_check_axes,
+        "Context parallelism has samples and heads that divide",
+        "error",
+        "Each context-parallel rank has the same number of tokens: the ring gives it two chunks of a sample, "
+        "so that all have the same work, Ulysses one. Ulysses also shares the attention heads that a "
+        "tensor-parallel rank has; with fewer key-value heads than ranks, several ranks get the same one.",
+        "Set data.seq_len to a multiple of parallel.cp (ring: of 2 x cp), or change parallel.cp as the "
+        "message says.",
+        ("parallel.cp", "parallel.context", "parallel.tp", "data.seq_len", "model.num_heads"),
+        _check_context_parallel,
     ),
     Rule(
         "MZ069",
@@ -887,9 +922,9 @@ _PARALLEL_RULES = (
         "Sequence parallelism has ranks, and a sequence that divides",
         "error",
         "Sequence parallelism cuts norms, dropout and residuals between the tensor-parallel ranks, each of "
-        "which keeps the same number of tokens.",
-        "Set data.seq_len to a multiple of parallel.tp, or parallel.sequence_parallel to false.",
-        ("parallel.tp", "parallel.sequence_parallel", "data.seq_len"),
+        "which keeps the same number of the tokens that its context-parallel rank has.",
+        "Set data.seq_len to a multiple of parallel.cp x tp, or parallel.sequence_parallel to false.",
+        ("parallel.tp", "parallel.cp", "parallel.sequence_parallel", "data.seq_len"),
         _check_sequence_parallel,
     ),
     Rule(

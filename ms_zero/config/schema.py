@@ -414,6 +414,12 @@ class ParallelConfig:
         "Data-parallel ranks that share states.", default=AUTO, auto="workers / all other degrees"
     )
     cp: int = _count("Context-parallel ranks.", default=1)
+    context: Literal["ring", "ulysses"] = key(
+        "How attention reaches the tokens of other context-parallel ranks. ring: blocks of keys and values "
+        "pass from rank to rank; ulysses: all-to-all exchanges give each rank some of the heads.",
+        default="ring",
+        used_when=("cp", range(2, _INT_MAX + 1)),
+    )
     tp: int = _count("Tensor-parallel ranks.", default=1)
     sequence_parallel: bool = key(
         "Whether tensor-parallel ranks also cut norms, dropout and residuals along the sequence: the same "

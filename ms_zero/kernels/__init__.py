@@ -2,6 +2,7 @@
 
 from ms_zero.kernels.activation import GELU, SwiGLU
 from ms_zero.kernels.attention import CausalAttention, DocumentMask
+from ms_zero.kernels.block_attention import Attended, BlockAttention, BlockGradients, Where
 from ms_zero.kernels.buffers import concat, copy_range, overwrite
 from ms_zero.kernels.deferred import PutOff, put_off_to, putting_off
 from ms_zero.kernels.dispatch import default_target
@@ -18,6 +19,9 @@ from ms_zero.kernels.saved import Saved
 
 __all__ = [
     "GELU",
+    "Attended",
+    "BlockAttention",
+    "BlockGradients",
     "CausalAttention",
     "CombineRows",
     "CrossEntropySum",
@@ -31,6 +35,7 @@ __all__ = [
     "RotaryEmbedding",
     "Saved",
     "SwiGLU",
+    "Where",
     "adamw_update",
     "adamw_update_host",
     "concat",

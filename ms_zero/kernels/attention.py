@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 from ms_zero._compat import function_class
 from ms_zero.errors import UserError
 from ms_zero.kernels import cpu
-from ms_zero.kernels.dispatch import select
+from ms_zero.kernels.dispatch import resolve_target, select
 from ms_zero.kernels.eager import EagerOrGraph
 from ms_zero.kernels.saved import Saved
 
@@ -265,10 +265,16 @@ class CausalAttention(nn.Cell):
 
     The Ascend implementation has not been run on an NPU: FlashAttentionScore for fp16 and bf16 (D a multiple
     of 16), batched products for fp32, which FlashAttentionScore does not take.
+
+    Attributes:
+        scale: factor on the scores.
+        target: the device target whose implementation was chosen.
+        attention: does the work; :func:`ms_zero.parallel.cut_context` puts another Cell there.
     """
 
     def __init__(self, scale: float, target: str | None = None) -> None:
         super().__init__()
+        self.scale, self.target = scale, resolve_target(target)
         implementations = {
             "CPU": _attention_native,
             "CPU-portable": _CausalAttentionComposed,

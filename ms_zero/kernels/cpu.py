@@ -34,6 +34,8 @@ _ARGUMENTS = {
     "msz_softmax_stats": "pcpnnnppp",
     "msz_attention": "pppcpppnnnnnf",
     "msz_attention_grad": "pppppcpppppnnnnnf",
+    "msz_attention_block": "pppcpppppnnnnnnf",
+    "msz_attention_block_grad": "pppppcpppppppnnnnnnf",
     "msz_linear": "ppppcnnn",
     "msz_linear_grad_input": "pppcnnn",
     "msz_linear_grad_weight": "pppcnnn",

@@ -1,5 +1,6 @@
 """Techniques that cut a model between ranks, one a file; each is applied to a plain model."""
 
+from ms_zero.parallel.context import ContextPart, RingAttention, UlyssesAttention, cut_context
 from ms_zero.parallel.placement import Box, Placement, Placements, Replicas, split_evenly
 from ms_zero.parallel.sequence import SplitSequence
 from ms_zero.parallel.styles import (
@@ -19,6 +20,7 @@ __all__ = [
     "Border",
     "Box",
     "Column",
+    "ContextPart",
     "Enter",
     "Inside",
     "OwnTokens",
@@ -26,12 +28,15 @@ __all__ = [
     "Placements",
     "Plan",
     "Replicas",
+    "RingAttention",
     "Row",
     "SplitSequence",
     "Style",
+    "UlyssesAttention",
     "Vocabulary",
     "VocabularyCrossEntropySum",
     "WholeSequence",
+    "cut_context",
     "parallelize",
     "split_evenly",
 ]

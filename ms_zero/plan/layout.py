@@ -69,6 +69,7 @@ class Layout:
         pp: pipeline-parallel degree.
         tp: tensor-parallel degree.
         cp: context-parallel degree.
+        context: how attention reaches other ranks' tokens, ring or ulysses; no effect when ``cp`` is 1.
         ep: expert-parallel degree; folds into cp x dp_shard.
         dp_replicate: data-parallel ranks that replicate what ``dp_shard`` shards.
         dp_shard: data-parallel ranks that ZeRO shards over.
@@ -105,6 +106,7 @@ class Layout:
     pp: int = 1
     tp: int = 1
     cp: int = 1
+    context: Literal["ring", "ulysses"] = "ring"
     ep: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -215,12 +217,23 @@ class Layout:
         for mlp in {layer.mlp for _, layer in shape.blocks if layer.mlp is not None}:
             if mlp.ffn_hidden_size % self.tp:
                 found.append(f"tp {self.tp} does not divide ffn_hidden_size {mlp.ffn_hidden_size}")
-        if self.cp > 1 and self.seq_len % (2 * self.cp):
-            found.append(f"2 x cp = {2 * self.cp} does not divide seq_len {self.seq_len}")
+        found += self._bad_context(shape) if self.cp > 1 else []
         if self.sequence_parallel and self.seq_len // self.cp % self.tp:
             found.append(f"tp {self.tp} does not divide the {self.seq_len // self.cp} tokens of a cp rank")
         if self.ep > 1 and (not shape.is_moe or shape.num_experts % self.ep):
             found.append(f"ep {self.ep} does not divide {shape.num_experts} experts")
+        return found
+
+    def _bad_context(self, shape: ModelShape) -> list[str]:
+        if self.context == "ring":
+            rest = self.seq_len % (2 * self.cp)
+            return [f"2 x cp = {2 * self.cp} does not divide seq_len {self.seq_len}"] if rest else []
+        found = [f"cp {self.cp} does not divide seq_len {self.seq_len}"] if self.seq_len % self.cp else []
+        for attention in {layer.attention for _, layer in shape.blocks}:
+            heads = attention.num_heads // self.tp
+            kv_heads = heads if attention.latent else max(1, attention.num_kv_heads // self.tp)
+            if heads % self.cp or (kv_heads % self.cp and self.cp % kv_heads):
+                found.append(f"cp {self.cp} cannot share {heads} heads and {kv_heads} key-value heads")
         return found
 
     def _bad_pipeline(self, shape: ModelShape) -> list[str]:

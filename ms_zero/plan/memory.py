@@ -34,7 +34,7 @@ from ms_zero.plan.parameters import (
 )
 from ms_zero.plan.recompute import RecomputePlan, plan_recompute
 from ms_zero.plan.report import MemoryReport, StageMemory
-from ms_zero.plan.shapes import LayerShape, ModelShape
+from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
 from ms_zero.plan.zero import HeldBytes, held_bytes
 
 RESERVE = 1.5e9
@@ -339,8 +339,7 @@ class MemoryModel:
         if layout.pp > 1:
             found += 2 * tokens * self.shape.hidden_size * layout.precision.activation
         if layout.cp > 1:
-            largest = max(layer.attention.k_size + layer.attention.v_size for layer in self._layers)
-            found += 4 * tokens * largest / layout.tp * layout.precision.activation
+            found += max(_context_buffers(layer.attention, layout) for layer in self._layers)
         return found
 
     def _layer_parameters(self, index: int, tp: int, ep: int) -> DeviceParameters:
@@ -358,6 +357,19 @@ class MemoryModel:
                 self.shape, self._layers[index], layout, self.kernels, imbalance=self.imbalance
             )
         return self._activations[key]
+
+
+def _context_buffers(attention: Attention, layout: Layout) -> float:
+    """Ring: blocks of K and V here and arriving; fp32 gradients of Q, of the own block, and of a passing one.
+
+    Ulysses: what an exchange sends and what arrives, of Q or the result, K and V.
+    """
+    tokens, width = layout.micro_batch_size * layout.seq_len / layout.cp, layout.precision.activation
+    queries = tokens * attention.q_size / layout.tp
+    key_values = tokens * max((attention.k_size + attention.v_size) / layout.tp, 2 * attention.head_dim)
+    if layout.context == "ring":
+        return 2 * width * key_values + 4 * (queries + 3 * key_values)
+    return 2 * width * (2 * queries + max(key_values, tokens * 2 * attention.head_dim * layout.cp))
 
 
 def _flow_key(layout: Layout) -> tuple:

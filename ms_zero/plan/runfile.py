@@ -96,6 +96,8 @@ def layout_keys(layout: Layout, dtype: str) -> Iterator[Wanted]:
     """Everything that a layout decides, but the batch and the sequence length."""
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         yield f"parallel.{axis}", getattr(layout, axis), 1
+    if layout.cp > 1:
+        yield "parallel.context", layout.context, "ring"
     yield "parallel.zero_stage", layout.zero_stage, 0
     if layout.zero_stage == 3 and not layout.reshard_after_forward:
         yield "parallel.reshard_after_forward", False, True

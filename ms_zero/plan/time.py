@@ -465,7 +465,7 @@ def zero_stage_of(layout: Layout) -> int:
 def _work_key(layout: Layout) -> tuple:
     """All of a layout that changes the work of a layer."""
     return (
-        layout.tp, layout.cp, layout.ep, layout.micro_batch_size, layout.seq_len,
+        layout.tp, layout.cp, layout.context, layout.ep, layout.micro_batch_size, layout.seq_len,
         layout.sequence_parallel, layout.flash_attention, layout.precision,
     )  # fmt: skip
 

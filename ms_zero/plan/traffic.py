@@ -3,7 +3,8 @@
 With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
 
 - tensor parallelism 8 b s h (t - 1)/t a layer, as all-reduces or as reduce-scatters and all-gathers;
-- context parallelism (ring) K and V forward, K, V and their gradients backward, (c - 1)/c of each;
+- context parallelism (ring) K and V forward, K, V and their gradients backward, (c - 1)/c of each; Ulysses
+  1/c of Q, K, V and the result forward and of their gradients backward, (c - 1)/c of them leave;
 - expert parallelism two all-to-alls forward and two backward of k copies of a token, (e - 1)/e of them leave;
 - a pipeline b s h at every border, each way;
 - data parallelism by the book of ``ms_zero.plan.zero``.
@@ -12,8 +13,10 @@ With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
 from __future__ import annotations
 
 from ms_zero.plan.layout import Layout
-from ms_zero.plan.shapes import ModelShape
+from ms_zero.plan.shapes import Attention, ModelShape
 from ms_zero.plan.zero import step_traffic
+
+_FP32 = 4
 
 
 def tensor_parallel(tokens: float, hidden_size: int, degree: int) -> float:
@@ -22,8 +25,32 @@ def tensor_parallel(tokens: float, hidden_size: int, degree: int) -> float:
 
 
 def context_parallel(tokens: float, key_value_size: int, degree: int) -> float:
-    """Elements of one layer; ``tokens`` of the whole sequence, ``key_value_size`` of K and V together."""
+    """Elements of one layer, as a ring; ``tokens`` of the whole sequence, ``key_value_size`` of K and V."""
     return 3 * tokens * key_value_size * (degree - 1) / degree
+
+
+def ulysses(tokens: float, sizes: float, degree: int) -> float:
+    """Elements of one layer; ``tokens`` of the whole sequence, ``sizes`` of Q, K, V and the result."""
+    return 2 * tokens / degree * sizes * (degree - 1) / degree
+
+
+def context_bytes(attention: Attention, layout: Layout) -> float:
+    """Bytes that a context-parallel rank sends in one layer for one microbatch, forward and backward.
+
+    The gradients of K and V go round a ring in fp32, because every rank adds to them. With fewer key-value
+    heads than ranks, Ulysses sends copies. Recompute of attention repeats what its forward sends.
+    """
+    degree, width = layout.cp, layout.precision.activation
+    tokens = layout.micro_batch_size * layout.seq_len
+    again = layout.recompute in ("full", "sqrt", "selective")
+    head = max(attention.head_dim, attention.value_head_dim)
+    heads = attention.num_heads / layout.tp
+    kv_heads = heads if attention.latent else max(1.0, attention.num_kv_heads / layout.tp)
+    if layout.context == "ring":
+        once = context_parallel(tokens, 2 * kv_heads * head, degree) / 3
+        return once * ((2 + again) * width + _FP32)
+    sent = 2 * heads + 2 * max(kv_heads, float(degree))
+    return ulysses(tokens, sent * head, degree) * width * (1 + again / 2)
 
 
 def expert_parallel(tokens: float, hidden_size: int, top_k: int, degree: int) -> float:
@@ -48,16 +75,16 @@ def step_bytes(shape: ModelShape, layout: Layout, parameters: float) -> dict[str
     tokens = layout.micro_batch_size * layout.seq_len / layout.cp
     count, width = layout.microbatches, layout.precision.activation
     again = 1.5 if layout.recompute in ("full", "sqrt") else 1.0
-    sums = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+    sums, context = {"tp": 0.0, "ep": 0.0}, 0.0
     for number, layer in shape.blocks:
-        key_values = (layer.attention.k_size + layer.attention.v_size) / layout.tp
         sums["tp"] += number * again * tensor_parallel(tokens, shape.hidden_size, layout.tp)
-        sums["cp"] += number * context_parallel(tokens * layout.cp, key_values, layout.cp)
+        context += number * context_bytes(layer.attention, layout)
         if layer.experts:
             own = tokens / (layout.tp if layout.sequence_parallel else 1)
             copies = layer.experts.top_k
             sums["ep"] += number * again * expert_parallel(own, shape.hidden_size, copies, layout.ep)
     found = {axis: count * width * elements / layout.pp for axis, elements in sums.items()}
+    found["cp"] = count * context / layout.pp
     split = layout.tp if layout.sequence_parallel else 1
     borders = 2 * layout.virtual_stages if layout.pp > 1 else 0
     found["pp"] = borders * count * width * pipeline(tokens, shape.hidden_size, split)

@@ -16,6 +16,7 @@ from ms_zero.plan.network import Network
 from ms_zero.plan.parameters import device_layer_parameters
 from ms_zero.plan.shapes import LayerShape, ModelShape
 
+_FP32 = 4
 # Backward of fused attention computes the scores again: five products for two.
 _FUSED_ATTENTION_BACKWARD = 2.5
 
@@ -87,12 +88,14 @@ def layer_work(
     vector = _vector_bytes(layer, shape, layout, tokens) / (rates.memory * efficiency.memory)
     vector += efficiency.layer_seconds
     tp = _tensor_seconds(shape, layout, tokens, network)
-    ring = _ring_seconds(layer, layout, tokens, network)
+    context = _context_seconds(layer, layout, tokens, network)
     ep = efficiency.imbalance * _expert_seconds(layer, shape, layout, tokens, network)
     backward_attention = attention * (_FUSED_ATTENTION_BACKWARD if layout.flash_attention else 2)
-    hidden = efficiency.cp_overlap
+    hidden = efficiency.cp_overlap if layout.context == "ring" else 0.0
+    # The gradients of K and V go round as well, in fp32; Ulysses exchanges as many gradients as values.
+    more = 1 + _FP32 / layout.precision.activation if layout.context == "ring" else 1.0
     forward = Seconds(
-        compute=products + attention + vector, tp=tp, ep=ep, cp=max(0.0, ring - hidden * attention)
+        compute=products + attention + vector, tp=tp, ep=ep, cp=max(0.0, context - hidden * attention)
     )
     again = recompute == "full"
     backward = Seconds(
@@ -100,8 +103,8 @@ def layer_work(
         recompute={"none": 0.0, "selective": attention, "full": forward.compute}[recompute],
         tp=tp * (1 + again),
         ep=ep * (1 + again),
-        # K, V and their gradients go round
-        cp=max(0.0, 2 * ring - hidden * backward_attention) + again * forward.cp,
+        cp=max(0.0, more * context - hidden * backward_attention)
+        + (recompute in ("selective", "full")) * forward.cp,
     )
     return Work(forward, backward, Seconds(compute=products))
 
@@ -194,11 +197,16 @@ def _tensor_seconds(shape: ModelShape, layout: Layout, tokens: float, network: N
     return 2 * network.all_reduce(volume, layout.tp, 1)
 
 
-def _ring_seconds(layer: LayerShape, layout: Layout, tokens: float, network: Network) -> float:
-    """K and V go round the context-parallel ranks once."""
+def _context_seconds(layer: LayerShape, layout: Layout, tokens: float, network: Network) -> float:
+    """K and V go round the context-parallel ranks once; or four exchanges of all ranks."""
+    attention = layer.attention
     if layout.cp == 1:
         return 0.0
-    attention = layer.attention
+    if layout.context == "ulysses":
+        heads = attention.num_heads / layout.tp
+        kv_heads = heads if attention.latent else max(attention.num_kv_heads / layout.tp, layout.cp)
+        width = 2 * (heads + kv_heads) * max(attention.head_dim, attention.value_head_dim)
+        return network.all_to_all(tokens * width * layout.precision.activation, layout.cp, layout.tp)
     width = attention.k_size + attention.v_size
     if attention.latent:  # keys and values are expanded for every head
         width = attention.num_heads * (attention.head_dim + attention.value_head_dim)

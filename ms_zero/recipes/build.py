@@ -32,6 +32,7 @@ from ms_zero.precision.autocast import apply as autocast
 from ms_zero.precision.autocast import fp32_parameters
 from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
+from ms_zero.recipes.context import Samples, cut_samples
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.moe import build_decoder
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
@@ -43,8 +44,9 @@ from ms_zero.zero.sharded import Options, Sharded
 from ms_zero.zero.states import HostStates, StateStore
 from ms_zero.zero.units import wrap_blocks, wrap_size
 
-# The ranks that see different data and hold the same parameters.
+# The ranks that see different data and hold the same parameters, and those that see different tokens of it.
 DATA_AXES = ("dp_replicate", "dp_shard")
+TOKEN_AXES = (*DATA_AXES, "cp")
 
 
 def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = None) -> EagerEngine:
@@ -56,11 +58,12 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
     model = build_model(config.model) if model is None else model
     values = seeded_values(model, config.train.seed)
     cut = cut_model(model, config.model, pmesh, split_sequence=config.parallel.sequence_parallel)
+    samples = cut_samples(model, pmesh, config.parallel.context)
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
     notes += describe_sharding(config, policy)
     if config.parallel.pp > 1:
-        return _build_pipeline(config, pmesh, model, cut, values, notes)
+        return _build_pipeline(config, pmesh, model, cut, samples, values, notes)
     autocast(model, policy, device_target())
     sharded = build_sharded(config, model, policy, pmesh, values, cut.placements)
     states = build_states(config, sharded, pmesh.comm)
@@ -69,12 +72,13 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
         sharded,
         build_optimizer(config.optim, sharded, states, config.offload.fraction),
         comm=pmesh.comm,
-        group=pmesh.group(*DATA_AXES),
+        group=pmesh.group(*TOKEN_AXES),
         resets=build_resets(config.data),
         seed=config.train.seed,
         notes=notes,
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
+        samples=samples,
     )
 
 
@@ -83,6 +87,7 @@ def _build_pipeline(
     pmesh: ProcessMesh,
     model: nn.Cell,
     cut: CutModel,
+    samples: Samples,
     values: ValueSource,
     notes: list[str],
 ) -> PipelineEngine:
@@ -106,7 +111,7 @@ def _build_pipeline(
         sharded,
         build_optimizer(config.optim, sharded, states, config.offload.fraction),
         comm=pmesh.comm,
-        group=pmesh.group(*DATA_AXES),
+        group=pmesh.group(*TOKEN_AXES),
         stages=pmesh.group("pp"),
         schedule=schedule,
         resets=build_resets(config.data),
@@ -114,6 +119,7 @@ def _build_pipeline(
         notes=[*notes, f"pipeline: schedule {config.parallel.schedule}, {part.describe()}"],
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
+        samples=samples,
     )
 
 
@@ -147,12 +153,14 @@ def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
     parts = ("optimizer state", "gradients", "weights")[: parallel.zero_stage]
     lines = [
         f"ZeRO stage {parallel.zero_stage}: {' + '.join(parts) or 'nothing'} sharded over "
-        f"{parallel.dp_shard} ranks{replicas}",
+        f"{parallel.dp_shard * parallel.cp} ranks{replicas}",
         f"precision {config.precision.policy}: {policy.describe(config.hardware.target)}",
     ]
     if parallel.tp > 1:
         sequence = " and along the sequence" if parallel.sequence_parallel else ""
         lines.append(f"tensor parallelism: weights and activations cut over {parallel.tp} ranks{sequence}")
+    if parallel.cp > 1:
+        lines.append(f"context parallelism: samples cut over {parallel.cp} ranks, {parallel.context}")
     if offload.optimizer != "none":
         lines.append(f"offload: {offload.fraction:.0%} of the optimizer state on {offload.optimizer}")
     return lines
@@ -223,7 +231,8 @@ def kept_bytes(config: RunConfig) -> dict[str, float]:
     working = build_policy(config.precision).working(config.hardware.target)
     split = Split(
         batch=config.train.micro_batch_size,
-        seq_len=config.data.seq_len,
+        seq_len=config.data.seq_len // config.parallel.cp,
+        keys=config.data.seq_len,
         tp=config.parallel.tp,
         sequence_parallel=config.parallel.sequence_parallel,
         activation_bytes=4 if working.dtype == ms.float32 else 2,

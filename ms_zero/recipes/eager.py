@@ -14,6 +14,7 @@ from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.models.dropout import DropoutState
 from ms_zero.optim.optimizer import Optimizer
+from ms_zero.recipes.context import Samples, WholeSamples
 from ms_zero.recipes.state import gradient_shards, load_state, state_shards
 from ms_zero.zero.sharded import Sharded
 
@@ -47,6 +48,7 @@ class EagerEngine:
         notes: Sequence[str] = (),
         loss_sum: nn.Cell | None = None,
         spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        samples: Samples | None = None,
     ) -> None:
         """Join the parts.
 
@@ -55,13 +57,14 @@ class EagerEngine:
             sharded: holds the model's parameters.
             optimizer: updates them.
             comm: the communicator.
-            group: the ranks that see different data.
+            group: the ranks that see different data, or different tokens of it.
             resets: what restarts where a document begins.
             seed: of dropout.
             notes: what the log should say about the parts.
             loss_sum: maps logits [B T, V] and labels int32 [B T] to the summed token loss; None:
                 `kernels.CrossEntropySum`.
             spans_of: length of a sequence -> the token ranges that the model's dropouts see; None: all.
+            samples: what this rank computes of the samples; None: all of them.
         """
         self.model, self.notes = model, tuple(notes)
         self._dropout: DropoutState | None = getattr(model, "dropout_state", None)
@@ -71,6 +74,7 @@ class EagerEngine:
         self._comm, self._group, self._resets = comm, group, resets
         self._loss_sum = kernels.CrossEntropySum() if loss_sum is None else loss_sum
         self._spans_of = spans_of
+        self._samples = WholeSamples() if samples is None else samples
         self._loss_of_step: Tensor | None = None
 
     def forward_backward(
@@ -123,11 +127,11 @@ class EagerEngine:
     ) -> float:
         """Summed token loss of one batch without gradients, in nats."""
         with no_grad(), self._without_dropout():
-            return float(self._loss(input_ids, labels, document_starts).asnumpy())
+            return float(self._samples.total(self._loss(input_ids, labels, document_starts)).asnumpy())
 
     def _set_position(self, step: int, sample_numbers: Sequence[int], length: int) -> None:
         if self._dropout is not None:
-            spans = None if self._spans_of is None else self._spans_of(length)
+            spans = self._samples.spans(length, self._spans_of)
             where = {"step": step, "sample_numbers": sample_numbers, "token_spans": spans}
             self._dropout.set_position(seed=self._seed, **where)
 
@@ -135,8 +139,15 @@ class EagerEngine:
         return nullcontext() if self._dropout is None else self._dropout.off()
 
     def _loss(self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None) -> Tensor:
-        arguments = self._resets.arguments(document_starts)
-        logits = self.model(Tensor(input_ids), **{name: Tensor(a) for name, a in arguments.items()})
+        inputs = self._inputs(input_ids, document_starts)
+        logits = self.model(inputs.pop("input_ids"), **inputs)
+        return self._loss_of(logits, self._samples.labels(labels))
+
+    def _inputs(self, input_ids: np.ndarray, document_starts: np.ndarray | None) -> dict[str, Tensor]:
+        arrays = self._samples.inputs(input_ids, document_starts, self._resets)
+        return {name: Tensor(array) for name, array in arrays.items()}
+
+    def _loss_of(self, logits: Tensor, labels: np.ndarray) -> Tensor:
         return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
 
     def first_nonfinite(self) -> str | None:

@@ -27,6 +27,7 @@ from ms_zero.pipeline.balance import balance, explicit, stage_of
 from ms_zero.pipeline.runtime import Outcome, Pipeline, Tensors
 from ms_zero.pipeline.schedule import Schedule
 from ms_zero.pipeline.stage import Chain, Staged, cell_at, shared_names, split
+from ms_zero.recipes.context import Samples
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.state import load_state
 from ms_zero.zero.sharded import Sharded
@@ -281,6 +282,7 @@ class PipelineEngine(EagerEngine):
         notes: Sequence[str] = (),
         loss_sum: nn.Cell | None = None,
         spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        samples: Samples | None = None,
     ) -> None:
         """Join the parts.
 
@@ -289,7 +291,7 @@ class PipelineEngine(EagerEngine):
             sharded: holds their parameters.
             optimizer: updates them.
             comm: the communicator.
-            group: the ranks that see different data.
+            group: as in `EagerEngine`.
             stages: the ranks of this pipeline.
             schedule: number of microbatches -> what is done in which order; on the placement of `part`.
             resets: what restarts where a document begins.
@@ -297,6 +299,7 @@ class PipelineEngine(EagerEngine):
             notes: what the log should say about the parts.
             loss_sum: as in `EagerEngine`.
             spans_of: as in `EagerEngine`.
+            samples: as in `EagerEngine`.
         """
         super().__init__(
             part.cell,
@@ -309,6 +312,7 @@ class PipelineEngine(EagerEngine):
             notes=notes,
             loss_sum=loss_sum,
             spans_of=spans_of,
+            samples=samples,
         )
         self._part, self._stages, self._schedule = part, stages, cache(schedule)
         self._pipeline = Pipeline(comm, stages)
@@ -332,7 +336,7 @@ class PipelineEngine(EagerEngine):
         def set_position() -> None:
             self._set_position(step, sample_numbers, input_ids.shape[1])
 
-        self._waiting.append(_Microbatch(inputs, labels, weight, set_position))
+        self._waiting.append(_Microbatch(inputs, self._samples.labels(labels), weight, set_position))
         if last:
             self._run_step()
 
@@ -340,11 +344,12 @@ class PipelineEngine(EagerEngine):
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
         """Summed token loss of one batch without gradients, in nats; equal on the ranks of the pipeline."""
-        microbatch = _Microbatch(self._inputs(input_ids, document_starts), labels, 1.0, lambda: None)
+        inputs = self._inputs(input_ids, document_starts)
+        microbatch = _Microbatch(inputs, self._samples.labels(labels), 1.0, lambda: None)
         with self._without_dropout():
             outcome = self._pipeline.evaluate(self._part.placement, 1, self._work([microbatch]))
         loss = self._everywhere(outcome.losses.get(0))
-        return float(loss.asnumpy()[0])
+        return float(self._samples.total(loss.reshape(())).asnumpy())
 
     def first_nonfinite(self) -> str | None:
         """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""
@@ -367,13 +372,6 @@ class PipelineEngine(EagerEngine):
 
     def _work(self, microbatches: Sequence[_Microbatch]) -> _Work:
         return _Work(self.model, self.sharded, microbatches, self._loss_of)
-
-    def _loss_of(self, logits: Tensor, labels: np.ndarray) -> Tensor:
-        return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
-
-    def _inputs(self, input_ids: np.ndarray, document_starts: np.ndarray | None) -> dict[str, Tensor]:
-        arguments = {"input_ids": input_ids, **self._resets.arguments(document_starts)}
-        return {name: Tensor(array) for name, array in arguments.items()}
 
     def _everywhere(self, loss: Tensor | None) -> Tensor:
         """The loss of the last stage on all ranks of the pipeline, [1]."""

@@ -37,8 +37,9 @@ from ms_zero.zero.kept import kept_parameters
 from ms_zero.zero.sharded import MAX_STAGE, Groups, Options, Sharded
 from ms_zero.zero.units import Wrap
 
-# Ranks that see different data and train one model.
-_DATA = ("dp_replicate", "dp_shard")
+# Ranks that see different data, or different tokens of it, and train one model; those that share its states.
+_DATA = ("dp_replicate", "dp_shard", "cp")
+_SHARD = ("dp_shard", "cp")
 # Set on a Cell that was sharded.
 _SHARDED = "sharded_by_zero"
 
@@ -211,9 +212,9 @@ def shard(
 
 
 def data_groups(mesh: ProcessMesh, stage: int) -> Groups:
-    """Stage 0 treats all data-parallel ranks alike; the others shard within ``dp_shard``."""
+    """Stage 0 treats all data-parallel ranks alike; the others shard within ``dp_shard`` x ``cp``."""
     if stage > 0:
-        return Groups(shard=mesh.group("dp_shard"), replica=mesh.group("dp_replicate"))
+        return Groups(shard=mesh.group(*_SHARD), replica=mesh.group("dp_replicate"))
     alone = mesh.comm.new_group((mesh.rank,), "replica")
     return Groups(shard=mesh.group(*_DATA), replica=alone)
 

@@ -61,18 +61,18 @@ def test_a_number_of_workers_that_is_none_is_refused(write, workers):
         check_config(write(text("")), (), workers)
 
 
-LAYOUT = ["parallel.cp=2", "parallel.dp_shard=4"]
+LAYOUT = ["parallel.cp=2", "parallel.dp_shard=4", "engine.kind=graph"]
 UNAVAILABLE = [rule for rule in RULES if rule.severity == "unavailable"]
 
 
 def test_what_this_version_cannot_run_loads_but_is_refused_to_run(write):
     path = write(text("global_batch_size: 8, accumulation_steps: 1"))
-    with pytest.raises(ConfigError, match=r"parallel.cp: 2 is not available in this version.*\[MZ062\]"):
+    with pytest.raises(ConfigError, match=r"parallel.cp: 2 is not available with engine graph.*\[MZ069\]"):
         load_config(path, LAYOUT, 8)
     loaded = load_config(path, LAYOUT, 8, to_run=False)
     assert loaded.warnings == () and loaded.config.parallel.cp == 2
-    assert [(finding.rule, finding.severity) for finding in loaded.unavailable] == [("MZ062", "unavailable")]
-    with pytest.raises(ConfigError, match=r"\[MZ062\]"):
+    assert [(finding.rule, finding.severity) for finding in loaded.unavailable] == [("MZ069", "unavailable")]
+    with pytest.raises(ConfigError, match=r"\[MZ069\]"):
         loaded.require_runnable()
 
 
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_refused_for_a_plan_as_well(write):
     path = write(text("global_batch_size: 8, accumulation_steps: 1"))
     with pytest.raises(ConfigError) as caught:
         load_config(path, [*LAYOUT, "parallel.dp_shard=3"], 8, to_run=False)
-    assert {finding.rule for finding in caught.value.findings} == {"MZ060", "MZ042", "MZ062"}
+    assert {finding.rule for finding in caught.value.findings} == {"MZ060", "MZ042", "MZ069"}
 
 
 def test_a_config_that_can_be_run_has_nothing_to_refuse(write):

@@ -19,6 +19,8 @@ TOP_K, TOP_G = "model.experts_per_token", "model.groups_per_token"
 MIXTRAL, DEEPSEEK = LLAMA.replace("llama", "mixtral"), LLAMA.replace("llama", "deepseek")
 GPT_MICRO_1 = GPT.replace("accumulation_steps: 1", "micro_batch_size: 1")
 RAMPUP = "train={rampup_samples: 30, rampup_start: %s, rampup_increment: %s}"
+ULYSSES = ["parallel.cp=2", "parallel.context=ulysses"]
+TWELVE_HEADS = ["model.num_heads=12", "model.head_dim=16"]
 STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
@@ -224,7 +226,26 @@ CASES = [
         16,
         GPT.replace("global_batch_size: 8", "global_batch_size: 16"),
     ),
-    ("MZ062", "parallel.cp", ["parallel.cp=2"], ["parallel.cp=1"], 2, GPT),
+    ("MZ029", "parallel.cp", ["parallel.cp=2"], ["parallel.cp=1"], 2, MIXTRAL),
+    ("MZ062", "data.seq_len", ["parallel.cp=2", "data.seq_len=62"], ["parallel.cp=2"], 2, GPT),
+    ("MZ062", "data.seq_len", [*ULYSSES, "data.seq_len=63"], [*ULYSSES, "data.seq_len=62"], 2, GPT),
+    ("MZ062", "parallel.cp", [*ULYSSES, "parallel.tp=4"], ["parallel.cp=2", "parallel.tp=4"], 8, GPT),
+    (
+        "MZ062",
+        "parallel.cp",
+        [*ULYSSES, "parallel.cp=6", "data.seq_len=60", *TWELVE_HEADS, "model.num_kv_heads=4"],
+        [*ULYSSES, "parallel.cp=6", "data.seq_len=60", *TWELVE_HEADS, "model.num_kv_heads=3"],
+        6,
+        LLAMA,
+    ),
+    (
+        "MZ055",
+        "data.seq_len",
+        ["parallel.tp=4", "parallel.cp=2", "parallel.sequence_parallel=true", "data.seq_len=60"],
+        ["parallel.tp=4", "parallel.cp=2", "parallel.sequence_parallel=true"],
+        8,
+        GPT,
+    ),
     (
         "MZ057",
         "parallel.schedule",

@@ -52,6 +52,7 @@ def translate_deepspeed(source: Source) -> Translation:
     _optimizer(notes)
     _scheduler(notes)
     _checkpointing(notes)
+    _ulysses(notes)
     apply(notes, {**BATCH_KEYS, **PRECISION_KEYS, **OTHER_KEYS}, OTHER_SECTIONS)
     finish_unknown(notes, _known(), TOOL)
     return notes.result()
@@ -454,6 +455,12 @@ def _peak(notes: RunNotes, kind: str) -> None:
         put(notes, peak, "optim.lr", number)
     else:
         notes.default(peak, "optim.lr", 1e-3, "not given: 1e-3 in DeepSpeed")
+
+
+def _ulysses(notes: RunNotes) -> None:
+    degree = notes.get("sequence_parallel_size", 1)
+    if isinstance(degree, int) and degree > 1:
+        notes.default("sequence_parallel_size", "parallel.context", "ulysses", "it is Ulysses")
 
 
 def _checkpointing(notes: RunNotes) -> None:

@@ -26,7 +26,9 @@ _KEYS = {
     "optim.decay_steps": No("belongs to the wsd schedule"),
     "parallel.zero_stage": To("zero_optimization.stage"),
     "parallel.pp": Only(1, "no pipeline", "DeepSpeed's pipeline is built by the program (PipelineModule)"),
-    "parallel.cp": Only(1, "no context parallelism", "ring context parallelism has no key in DeepSpeed"),
+    "parallel.cp": Only(
+        1, "no context parallelism", "see sequence_parallel_size: it takes a model built for it"
+    ),
     "parallel.tp": Only(
         1, "no tensor parallelism", "see tensor_parallel.autotp_size: it splits other layers"
     ),

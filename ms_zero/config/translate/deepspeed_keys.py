@@ -130,7 +130,7 @@ OTHER_KEYS: Mapping[str, Entry] = {
     "dataloader_batch_size": No("the loader follows the batch sizes of train"),
     "train_steps": To("train.steps", whole),
     "seed": To("train.seed", whole),
-    "sequence_parallel_size": Only(1, "no sequence parallelism", "Ulysses is not offered; see parallel.cp"),
+    "sequence_parallel_size": To("parallel.cp", integer, "DeepSpeed's sequence parallelism is Ulysses"),
     "tensor_parallel.autotp_size": To("parallel.tp", lambda value: max(1, integer(value))),
     "tensor_parallel.tp_size": To("parallel.tp", integer),
     "pipeline.stages": To("parallel.pp", integer),

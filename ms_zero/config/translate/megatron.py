@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from ms_zero.config.findings import show
 from ms_zero.config.translate.megatron_keys import (
+    CP_METHOD,
     PREFIXES,
     SWITCHES,
     TABLE,
@@ -12,7 +13,7 @@ from ms_zero.config.translate.megatron_keys import (
     VALUES,
 )
 from ms_zero.config.translate.result import RunNotes, Source, Translation
-from ms_zero.config.translate.table import apply, finish_unknown, integer, number, put
+from ms_zero.config.translate.table import apply, finish_unknown, integer, number, put, put_context
 
 
 def translate_megatron(source: Source) -> Translation:
@@ -29,6 +30,7 @@ def translate_megatron(source: Source) -> Translation:
     _precision(notes)
     _memory(notes)
     _data(notes)
+    put_context(notes, CP_METHOD, "--context-parallel-size", {"p2p": "ring", "a2a": "ulysses"})
     apply(notes, TABLE)
     for name in notes.left():
         if name.removeprefix("--").replace("_", "-").startswith(tuple(PREFIXES)):
@@ -38,7 +40,7 @@ def translate_megatron(source: Source) -> Translation:
 
 
 def _known() -> list[str]:
-    return [*TABLE, *VALUES, *SWITCHES]
+    return [*TABLE, *VALUES, *SWITCHES, CP_METHOD]
 
 
 def _values(leaves: Mapping[str, list[str]]) -> dict[str, Any]:

@@ -144,6 +144,8 @@ TABLE: Mapping[str, Entry] = {
 }
 """Argument -> what becomes of it, where that does not depend on other arguments."""
 
+CP_METHOD = "--cp-comm-type"
+
 PREFIXES: Mapping[str, str] = {
     "tensorboard": _REPORTS,
     "wandb": _REPORTS,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ms_zero.config.findings import show
 from ms_zero.config.translate import mindformers_keys as keys
 from ms_zero.config.translate.result import RunNotes, Source, Translation
-from ms_zero.config.translate.table import apply, dtype, finish_unknown, integer, number, put
+from ms_zero.config.translate.table import apply, dtype, finish_unknown, integer, number, put, put_context
 
 TOOL: Final = "MindFormers"
 SCHEDULES: Final = {
@@ -40,10 +40,12 @@ def translate_mindformers(source: Source) -> Translation:
     if pynative:
         _training(notes)
         _parallelism(notes, source.workers)
+        put_context(notes, keys.PYNATIVE_METHOD, "parallelism.context_parallel", keys.PYNATIVE_METHODS)
         _recompute_pynative(notes)
     else:
         _runner(notes)
         _parallel_config(notes)
+        put_context(notes, keys.GRAPH_METHOD, "parallel_config.context_parallel", keys.GRAPH_METHODS)
         _recompute_graph(notes)
         _wrapper(notes)
     _repeated(notes)

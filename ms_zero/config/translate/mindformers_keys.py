@@ -1,6 +1,7 @@
 """The keys of MindFormers files that go over one by one, and those that have no counterpart."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from ms_zero.config.translate.table import Entry, No, Only, To, integer
 
@@ -8,6 +9,7 @@ _CKPT = "a checkpoint of MindFormers; checkpoints here hold whole logical tensor
 _LOADER = "the loader is part of the package"
 _GRAPH = "belongs to the graph compiler's own parallelism"
 _CONTEXT = "a setting of the MindSpore context"
+_NOT_BOTH = "the method decides"
 _PROFILER = "profiles are taken outside of the run file"
 _EQUAL = "stages get equal numbers of blocks"
 _EXPERTS = "models with experts are not trained by this version"
@@ -54,6 +56,12 @@ SHARED: Mapping[str, Entry] = {
     ),
 }
 
+# How context parallelism works: the key, and names there -> names here.
+GRAPH_METHOD = "parallel_config.context_parallel_algo"
+GRAPH_METHODS = MappingProxyType({"colossalai_cp": "ring", "ulysses_cp": "ulysses"})
+PYNATIVE_METHOD = "parallelism.context_parallel_method"
+PYNATIVE_METHODS = MappingProxyType({"colossal": "ring", "ulysses": "ulysses"})
+
 GRAPH: Mapping[str, Entry] = {
     "parallel_config.model_parallel": To("parallel.tp"),
     "parallel_config.pipeline_stage": To("parallel.pp"),
@@ -63,8 +71,7 @@ GRAPH: Mapping[str, Entry] = {
     "parallel_config.vocab_emb_dp": No("the embedding is split with tensor parallelism"),
     "parallel_config.gradient_aggregation_group": No("see parallel.bucket_mb"),
     "parallel_config.seq_split_num": Only(1, "sequences are not split", "sequence pipelines are not offered"),
-    "parallel_config.context_parallel_algo": No("ring; see parallel.cp"),
-    "parallel_config.ulysses_degree_in_cp": Only(1, "no Ulysses", "Ulysses is not offered"),
+    "parallel_config.ulysses_degree_in_cp": Only(1, _NOT_BOTH, "ring and Ulysses are not mixed"),
     "parallel_config.mem_coeff": No(_GRAPH),
     "parallel_config.optimizer_shard": No("an old name; parallel.enable_parallel_optimizer decides"),
     "parallel_config.expert_model_parallel": No(_EXPERTS),
@@ -173,10 +180,9 @@ PYNATIVE: Mapping[str, Entry] = {
     "parallelism.disable_gradient_division": Only(
         True, "gradients are divided once", "gradients are divided once"
     ),
-    "parallelism.context_parallel_method": Only("colossal", "a ring", "Ulysses is not offered"),
     "parallelism.context_parallel_async": No("how the ring overlaps is up to the device"),
     "parallelism.context_parallel_mask_type": Only("causal", "attention is causal", "attention is causal"),
-    "parallelism.ulysses_degree_in_cp": Only(None, "no Ulysses", "Ulysses is not offered"),
+    "parallelism.ulysses_degree_in_cp": Only(None, _NOT_BOTH, "ring and Ulysses are not mixed"),
     "parallelism.pipeline_parallel_layers_per_stage": No(_EQUAL),
     "parallelism.pipeline_parallel_schedule": To("parallel.schedule"),
     "parallelism.pipeline_parallel_interleave_num": To("parallel.virtual_stages", integer),

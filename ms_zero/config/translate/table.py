@@ -95,6 +95,27 @@ def put(
     return notes.put(source, target, value, remark)
 
 
+def put_context(notes: Notes, source: str, degree: str, methods: Mapping[str, str]) -> None:
+    """Write how context parallelism works; the key `degree` says between how many ranks.
+
+    Args:
+        notes: of the translation.
+        source: the key that names the method.
+        degree: the key of the number of ranks.
+        methods: names in the source -> names here.
+
+    """
+    if not notes.has(source):
+        return
+    value = notes.get(source)
+    if notes.get(degree, 1) in (1, None):
+        notes.ignored(source, f"only read when {degree} is above 1")
+    elif value in methods:
+        notes.put(source, "parallel.context", methods[value])
+    else:
+        notes.drop(source, f"{show(value)} is not offered; see parallel.context")
+
+
 def below(source: str, prefixes: Iterable[str]) -> str | None:
     """Return the prefix that a dotted key is or lies below."""
     found = (prefix for prefix in prefixes if source == prefix or source.startswith(f"{prefix}."))

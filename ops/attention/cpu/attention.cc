@@ -1,9 +1,12 @@
 // Causal attention without the matrix of scores: online softmax (Milakov and Gimelshein 2018) over tiles, the
 // gradient from recomputed tiles (Dao et al. 2022, FlashAttention).
 //
-// Layouts: q, out and their gradients [batch, length, heads, dim], k and v [batch, length, kv_heads, dim], one
-// dtype. Query head h reads key/value head h / (heads / kv_heads). Position t sees positions starts[t] ... t of
-// its sequence; starts int32 [batch, length] or null for 0.
+// Layouts: q, out and their gradients [batch, length, heads, dim], k and v [batch, keys, kv_heads, dim], one
+// dtype. Query head h reads key/value head h / (heads / kv_heads). A query at position t of its sequence sees
+// the keys at positions starts ... t; starts int32 [batch, length] or null for 0. A negative start is 0; a query
+// that sees no key gets 0. Queries and keys are the whole sequence, or a block of queries and one of keys that
+// say where they lie: then the result is brought up to date with what these keys add to it (the merge of Liu et
+// al. 2023, Ring Attention), and gradients are added.
 //
 // Tiles are kept transposed, [keys, queries]: a vector holds neighbouring queries, so that maxima and sums over
 // the keys need no work across lanes, and keys and values enter the products as they lie in memory. Only the
@@ -26,17 +29,31 @@ using Plain = Storage<kFp32>;
 constexpr int64_t kTile = 64;  // queries and keys of a tile
 constexpr int64_t kTileSize = kTile * kTile;
 
-struct Shape {
-  int64_t batch, length, heads, kv_heads, dim;
+// What is as long as the queries, or as the keys.
+struct Side {
+  int64_t length, heads, dim;
 
-  int64_t group() const { return heads / kv_heads; }
   int64_t tiles() const { return (length + kTile - 1) / kTile; }
-  int64_t padded_dim() const { return (dim + kWidth - 1) / kWidth * kWidth; }
   int64_t rows_of_tile(int64_t tile) const { return std::min(kTile, length - tile * kTile); }
-  // First element of position t of a head in a tensor with `count` heads, and the step to the next position.
-  int64_t at(int64_t sample, int64_t t, int64_t head, int64_t count) const {
-    return ((sample * length + t) * count + head) * dim;
-  }
+  int64_t step() const { return heads * dim; }  // from one row to the next
+  int64_t at(int64_t sample, int64_t row, int64_t head) const { return ((sample * length + row) * heads + head) * dim; }
+};
+
+struct Shape {
+  int64_t batch;
+  Side queries, keys;
+
+  int64_t dim() const { return queries.dim; }
+  int64_t group() const { return queries.heads / keys.heads; }
+  int64_t padded_dim() const { return (dim() + kWidth - 1) / kWidth * kWidth; }
+};
+
+// Positions of queries and keys in the sequence, ascending; null: 0, 1, 2, ...
+struct Positions {
+  const int32_t *queries, *keys;
+
+  int32_t query(int64_t row) const { return queries ? queries[row] : static_cast<int32_t>(row); }
+  int32_t key(int64_t row) const { return keys ? keys[row] : static_cast<int32_t>(row); }
 };
 
 // rows x dim elements at a step -> fp32 [rows, padded] with zeros behind.
@@ -51,12 +68,15 @@ MSZ_INLINE void pack_rows(const typename S::Element *from, int64_t step, int64_t
   }
 }
 
+// The other way; `add`: to what is there.
 template <class S>
 MSZ_INLINE void unpack_rows(const float *from, int64_t padded, int64_t rows, int64_t dim, int64_t step,
-                            typename S::Element *to) {
+                            typename S::Element *to, bool add = false) {
   for (int64_t row = 0; row < rows; ++row) {
     each_vector(0, dim, [&](int64_t i, auto lanes) {
-      put<S>(to + row * step + i, get<Plain>(from + row * padded + i, lanes), lanes);
+      Floats values = get<Plain>(from + row * padded + i, lanes);
+      if (add) values += get<S>(to + row * step + i, lanes);
+      put<S>(to + row * step + i, values, lanes);
     });
   }
 }
@@ -75,37 +95,40 @@ inline void transpose(const float *from, int64_t rows, int64_t padded, float *to
 
 // What the queries of a tile may see.
 struct Visible {
-  int32_t first_query;          // its position
-  int32_t last_query;           // position of the last one
-  int32_t starts[kTile];        // first visible position of each
-  int32_t lowest, highest;      // of the starts
+  const Positions &positions;
+  int32_t queries[kTile];   // position of each
+  int32_t starts[kTile];    // first visible position of each
+  int32_t first, last;      // of the positions
+  int32_t lowest, highest;  // of the starts
 
-  Visible(const Shape &shape, const int32_t *all_starts, int64_t sample, int64_t tile) {
-    const int64_t rows = shape.rows_of_tile(tile);
-    first_query = static_cast<int32_t>(tile * kTile);
-    last_query = static_cast<int32_t>(tile * kTile + rows - 1);
+  Visible(const Shape &shape, const Positions &where, const int32_t *all_starts, int64_t sample, int64_t tile)
+      : positions(where) {
+    const int64_t rows = shape.queries.rows_of_tile(tile), at = tile * kTile;
+    for (int64_t row = 0; row < kTile; ++row) queries[row] = where.query(at + std::min(row, rows - 1));
     std::fill(starts, starts + kTile, 0);
-    if (all_starts) std::copy_n(all_starts + sample * shape.length + first_query, rows, starts);
+    if (all_starts) std::copy_n(all_starts + sample * shape.queries.length + at, rows, starts);
+    first = queries[0];
+    last = queries[rows - 1];
     lowest = *std::min_element(starts, starts + rows);
     highest = *std::max_element(starts, starts + rows);
   }
 
-  int64_t first_tile() const { return lowest / kTile; }
+  bool nothing(int64_t keys_begin, int64_t keys_end) const {
+    return positions.key(keys_begin) > last || positions.key(keys_end - 1) < lowest;
+  }
   bool whole(int64_t keys_begin, int64_t keys_end) const {
-    return keys_end - 1 <= first_query && highest <= keys_begin;
+    return positions.key(keys_end - 1) <= first && highest <= positions.key(keys_begin);
   }
 };
 
 // scores[key, query] = value where the query does not see the key.
 inline void mask(const Visible &visible, int64_t keys_begin, int64_t keys, float *scores, float value) {
-  Ints lane{};
-  for (int i = 0; i < kWidth; ++i) lane[i] = i;
   for (int64_t q = 0; q < kTile; q += kWidth) {
-    const Ints query = lane + (visible.first_query + static_cast<int32_t>(q));
-    Ints start;
+    Ints query, start;
+    std::memcpy(&query, visible.queries + q, sizeof query);
     std::memcpy(&start, visible.starts + q, sizeof start);
     for (int64_t k = 0; k < keys; ++k) {
-      const int32_t key = static_cast<int32_t>(keys_begin + k);
+      const int32_t key = visible.positions.key(keys_begin + k);
       float *at = scores + k * kTile + q;
       store(at, (query < key) | (start > key) ? spread(value) : load(at));
     }
@@ -139,57 +162,73 @@ inline void online_softmax(float *scores, int64_t keys, float scale, Running &ru
   }
 }
 
-template <class S>
+// `O`: how the result is stored. `adds`: out and log_sums hold what other keys gave (log_sums +inf: nothing yet).
+template <class S, class O>
 struct Forward {
   Shape shape;
+  Positions positions;
   const typename S::Element *q, *k, *v;
   const int32_t *starts;
   float scale;
-  typename S::Element *out;
+  typename O::Element *out;
   float *log_sums;  // [batch, heads, length]
+  bool adds;
 
   int64_t scratch() const { return 5 * kTile * shape.padded_dim() + kTileSize; }
 
   void operator()(int64_t task, float *memory) const {
     // The last tiles see most: they go first, so that the threads finish together.
-    const int64_t heads = shape.batch * shape.heads, tile = shape.tiles() - 1 - task / heads;
-    const int64_t sample = task % heads / shape.heads, head = task % shape.heads;
-    const int64_t padded = shape.padded_dim(), rows = shape.rows_of_tile(tile), panel = kTile * padded;
+    const int64_t heads = shape.batch * shape.queries.heads, tile = shape.queries.tiles() - 1 - task / heads;
+    const int64_t sample = task % heads / shape.queries.heads, head = task % shape.queries.heads;
+    const int64_t padded = shape.padded_dim(), rows = shape.queries.rows_of_tile(tile), panel = kTile * padded;
     float *queries = memory, *rows_out = memory, *queries_t = memory + panel, *out_t = memory + 2 * panel;
     float *keys = memory + 3 * panel, *values = memory + 4 * panel, *scores = memory + 5 * panel;
-    const int64_t at = shape.at(sample, tile * kTile, head, shape.heads);
-    pack_rows<S>(q + at, shape.heads * shape.dim, rows, shape.dim, padded, queries);
-    transpose(queries, rows, padded, queries_t);
-    std::fill(out_t, out_t + panel, 0.0f);
+    const int64_t at = shape.queries.at(sample, tile * kTile, head), dim = shape.dim();
+    const int64_t row = (sample * shape.queries.heads + head) * shape.queries.length + tile * kTile;
     Running running;
-    std::fill(running.maxima, running.maxima + kTile, -kInfinity);
-    std::fill(running.sums, running.sums + kTile, 0.0f);
-    const Visible visible(shape, starts, sample, tile);
-    for (int64_t other = visible.first_tile(); other <= tile; ++other) {
-      const int64_t count = shape.rows_of_tile(other), first = other * kTile;
-      const int64_t from = shape.at(sample, first, head / shape.group(), shape.kv_heads);
-      const int64_t step = shape.kv_heads * shape.dim;
-      pack_rows<S>(k + from, step, count, shape.dim, padded, keys);
-      pack_rows<S>(v + from, step, count, shape.dim, padded, values);
-      small_gemm(count, kTile, shape.dim, {keys, padded, 1}, queries_t, kTile, {scores, kTile, false});
+    begin(running, at, row, rows, rows_out, out_t);
+    pack_rows<S>(q + at, shape.queries.step(), rows, dim, padded, queries);
+    transpose(queries, rows, padded, queries_t);
+    const Visible visible(shape, positions, starts, sample, tile);
+    for (int64_t other = 0; other < shape.keys.tiles(); ++other) {
+      const int64_t count = shape.keys.rows_of_tile(other), first = other * kTile;
+      if (visible.nothing(first, first + count)) continue;
+      const int64_t from = shape.keys.at(sample, first, head / shape.group());
+      pack_rows<S>(k + from, shape.keys.step(), count, dim, padded, keys);
+      pack_rows<S>(v + from, shape.keys.step(), count, dim, padded, values);
+      small_gemm(count, kTile, dim, {keys, padded, 1}, queries_t, kTile, {scores, kTile, false});
       if (!visible.whole(first, first + count)) mask(visible, first, count, scores, -kInfinity);
       online_softmax(scores, count, scale, running, out_t, padded);
-      small_gemm(shape.dim, kTile, count, {values, 1, padded}, scores, kTile, {out_t, kTile, true});
+      small_gemm(dim, kTile, count, {values, 1, padded}, scores, kTile, {out_t, kTile, true});
     }
-    finish(running, out_t, rows, sample, head, tile, rows_out);
-    unpack_rows<S>(rows_out, padded, rows, shape.dim, shape.heads * shape.dim, out + at);
+    finish(running, out_t, rows, row, rows_out);
+    unpack_rows<O>(rows_out, padded, rows, dim, shape.queries.step(), out + at);
+  }
+
+  // Nothing, or the result so far: one term exp(log_sum - log_sum) = 1 with the value `out`.
+  void begin(Running &running, int64_t at, int64_t row, int64_t rows, float *rows_out, float *out_t) const {
+    const int64_t padded = shape.padded_dim();
+    std::fill(running.maxima, running.maxima + kTile, -kInfinity);
+    std::fill(running.sums, running.sums + kTile, 0.0f);
+    std::fill(out_t, out_t + kTile * padded, 0.0f);
+    if (!adds) return;
+    pack_rows<O>(out + at, shape.queries.step(), rows, shape.dim(), padded, rows_out);
+    transpose(rows_out, rows, padded, out_t);
+    for (int64_t i = 0; i < rows; ++i) {
+      const bool empty = log_sums[row + i] == kInfinity;
+      running.maxima[i] = empty ? -kInfinity : log_sums[row + i];
+      running.sums[i] = empty ? 0.0f : 1.0f;
+    }
   }
 
   // Divides by the sums, transposes back and keeps the logarithms.
-  void finish(const Running &running, const float *out_t, int64_t rows, int64_t sample, int64_t head, int64_t tile,
-              float *rows_out) const {
+  void finish(const Running &running, const float *out_t, int64_t rows, int64_t row, float *rows_out) const {
     const int64_t padded = shape.padded_dim();
-    for (int64_t row = 0; row < rows; ++row) {
-      const float sum = running.sums[row], factor = sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f;
-      for (int64_t d = 0; d < shape.dim; ++d) rows_out[row * padded + d] = out_t[d * kTile + row] * factor;
+    for (int64_t i = 0; i < rows; ++i) {
+      const float sum = running.sums[i], factor = sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f;
+      for (int64_t d = 0; d < shape.dim(); ++d) rows_out[i * padded + d] = out_t[d * kTile + i] * factor;
       // Without anything visible: +inf, so that the gradient's exp(score - log_sum) is 0.
-      log_sums[(sample * shape.heads + head) * shape.length + tile * kTile + row] =
-          factor == 0.0f ? kInfinity : running.maxima[row] + std::log(sum);
+      log_sums[row + i] = factor == 0.0f ? kInfinity : running.maxima[i] + std::log(sum);
     }
   }
 };
@@ -197,22 +236,25 @@ struct Forward {
 // ---- gradient ----
 
 // One task: a key/value head of a sample with all its query heads, so that nothing is added up across threads.
-template <class S>
+// `G`: how gradients are stored. `adds`: they are added to what is there.
+template <class S, class G>
 struct Backward {
   Shape shape;
+  Positions positions;
   const typename S::Element *q, *k, *v, *out, *dout;
   const int32_t *starts;
   const float *log_sums;
   float scale;
-  typename S::Element *dq, *dk, *dv;
+  typename G::Element *dq, *dk, *dv;
+  bool adds;
 
-  // Of one query head, for the whole (padded) sequence.
+  // Of one query head, for all (padded) queries.
   struct Head {
     float *q, *q_t, *dout, *dout_t, *dq;  // rows [length, padded]; *_t tiles [padded, kTile]
     float *log_sums, *products;           // products: sum over dim of out * dout
   };
 
-  int64_t rows() const { return shape.tiles() * kTile; }
+  int64_t rows() const { return shape.queries.tiles() * kTile; }
   int64_t head_floats() const { return rows() * (5 * shape.padded_dim() + 2); }
   int64_t scratch() const {
     return shape.group() * head_floats() + 4 * kTile * shape.padded_dim() + 2 * kTileSize;
@@ -225,54 +267,53 @@ struct Backward {
   }
 
   void operator()(int64_t task, float *memory) const {
-    const int64_t sample = task / shape.kv_heads, kv_head = task % shape.kv_heads;
-    const int64_t group = shape.group(), padded = shape.padded_dim(), panel = kTile * padded;
+    const int64_t sample = task / shape.keys.heads, kv_head = task % shape.keys.heads, step = shape.keys.step();
+    const int64_t group = shape.group(), padded = shape.padded_dim(), panel = kTile * padded, dim = shape.dim();
     float *tiles = memory + group * head_floats();
     for (int64_t g = 0; g < group; ++g) prepare(head_at(memory + g * head_floats()), sample, kv_head * group + g);
-    for (int64_t tile = 0; tile < shape.tiles(); ++tile) {
+    for (int64_t tile = 0; tile < shape.keys.tiles(); ++tile) {
       float *keys = tiles, *values = tiles + panel, *dkeys = tiles + 2 * panel, *dvalues = tiles + 3 * panel;
-      const int64_t count = shape.rows_of_tile(tile), step = shape.kv_heads * shape.dim;
-      const int64_t at = shape.at(sample, tile * kTile, kv_head, shape.kv_heads);
-      pack_rows<S>(k + at, step, count, shape.dim, padded, keys);
-      pack_rows<S>(v + at, step, count, shape.dim, padded, values);
+      const int64_t count = shape.keys.rows_of_tile(tile), at = shape.keys.at(sample, tile * kTile, kv_head);
+      pack_rows<S>(k + at, step, count, dim, padded, keys);
+      pack_rows<S>(v + at, step, count, dim, padded, values);
       std::fill(dkeys, dkeys + 2 * panel, 0.0f);
-      for (int64_t query_tile = tile; query_tile < shape.tiles(); ++query_tile) {
-        const Visible visible(shape, starts, sample, query_tile);
-        if (tile < visible.first_tile()) continue;
+      for (int64_t query_tile = 0; query_tile < shape.queries.tiles(); ++query_tile) {
+        const Visible visible(shape, positions, starts, sample, query_tile);
+        if (visible.nothing(tile * kTile, tile * kTile + count)) continue;
         for (int64_t g = 0; g < group; ++g) {
           add_tile(head_at(memory + g * head_floats()), visible, query_tile, tile, tiles);
         }
       }
-      unpack_rows<S>(dkeys, padded, count, shape.dim, step, dk + at);
-      unpack_rows<S>(dvalues, padded, count, shape.dim, step, dv + at);
+      unpack_rows<G>(dkeys, padded, count, dim, step, dk + at, adds);
+      unpack_rows<G>(dvalues, padded, count, dim, step, dv + at, adds);
     }
     for (int64_t g = 0; g < group; ++g) {
       const Head head = head_at(memory + g * head_floats());
-      unpack_rows<S>(head.dq, padded, shape.length, shape.dim, shape.heads * shape.dim,
-                     dq + shape.at(sample, 0, kv_head * group + g, shape.heads));
+      unpack_rows<G>(head.dq, padded, shape.queries.length, dim, shape.queries.step(),
+                     dq + shape.queries.at(sample, 0, kv_head * group + g), adds);
     }
   }
 
   void prepare(Head head, int64_t sample, int64_t h) const {
-    const int64_t padded = shape.padded_dim(), step = shape.heads * shape.dim, plane = rows() * padded;
-    const int64_t at = shape.at(sample, 0, h, shape.heads), length = shape.length;
-    pack_rows<S>(q + at, step, length, shape.dim, padded, head.q);
-    pack_rows<S>(dout + at, step, length, shape.dim, padded, head.dout);
-    // Rows behind the sequence: no gradient, and exp(score - inf) = 0.
+    const int64_t padded = shape.padded_dim(), step = shape.queries.step(), plane = rows() * padded;
+    const int64_t at = shape.queries.at(sample, 0, h), length = shape.queries.length, dim = shape.dim();
+    pack_rows<S>(q + at, step, length, dim, padded, head.q);
+    pack_rows<S>(dout + at, step, length, dim, padded, head.dout);
+    // Rows behind the queries: no gradient, and exp(score - inf) = 0.
     std::fill(head.q + length * padded, head.q + plane, 0.0f);
     std::fill(head.dout + length * padded, head.dout + plane, 0.0f);
     std::fill(head.dq, head.dq + plane, 0.0f);
     std::fill(head.log_sums + length, head.log_sums + rows(), kInfinity);
     std::fill(head.products + length, head.products + rows(), 0.0f);
-    std::copy_n(log_sums + (sample * shape.heads + h) * length, length, head.log_sums);
+    std::copy_n(log_sums + (sample * shape.queries.heads + h) * length, length, head.log_sums);
     for (int64_t t = 0; t < length; ++t) {
       Floats sum{};
-      each_vector(0, shape.dim, [&](int64_t i, auto lanes) {
+      each_vector(0, dim, [&](int64_t i, auto lanes) {
         sum = fma(get<S>(out + at + t * step + i, lanes), get<Plain>(head.dout + t * padded + i, lanes), sum);
       });
       head.products[t] = sum_lanes(sum);
     }
-    for (int64_t tile = 0; tile < shape.tiles(); ++tile) {
+    for (int64_t tile = 0; tile < shape.queries.tiles(); ++tile) {
       transpose(head.q + tile * kTile * padded, kTile, padded, head.q_t + tile * kTile * padded);
       transpose(head.dout + tile * kTile * padded, kTile, padded, head.dout_t + tile * kTile * padded);
     }
@@ -280,8 +321,8 @@ struct Backward {
 
   // Adds what one tile of queries and one of keys give. `tiles`: keys, values, dkeys, dvalues, then two tiles.
   void add_tile(Head head, const Visible &visible, int64_t query_tile, int64_t key_tile, float *tiles) const {
-    const int64_t padded = shape.padded_dim(), panel = kTile * padded, count = shape.rows_of_tile(key_tile);
-    const int64_t first = query_tile * kTile, queries = shape.rows_of_tile(query_tile), dim = shape.dim;
+    const int64_t padded = shape.padded_dim(), panel = kTile * padded, count = shape.keys.rows_of_tile(key_tile);
+    const int64_t first = query_tile * kTile, queries = shape.queries.rows_of_tile(query_tile), dim = shape.dim();
     float *keys = tiles, *values = tiles + panel, *dkeys = tiles + 2 * panel, *dvalues = tiles + 3 * panel;
     float *p = tiles + 4 * panel, *ds = p + kTileSize;
     small_gemm(count, kTile, dim, {keys, padded, 1}, head.q_t + first * padded, kTile, {p, kTile, false});
@@ -304,8 +345,31 @@ struct Backward {
 };
 
 int check(const Shape &s) {
-  const bool positive = s.batch >= 0 && s.length >= 0 && s.heads > 0 && s.kv_heads > 0 && s.dim > 0;
-  return positive && s.heads % s.kv_heads == 0 ? kDone : kBadLength;
+  const bool positive = s.batch >= 0 && s.queries.length >= 0 && s.keys.length >= 0 && s.queries.heads > 0 &&
+                        s.keys.heads > 0 && s.dim() > 0;
+  return positive && s.queries.heads % s.keys.heads == 0 ? kDone : kBadLength;
+}
+
+template <class S, class O>
+void run(const Forward<S, O> &forward, int threads) {
+  const Shape &shape = forward.shape;
+  each_task(shape.batch * shape.queries.heads * shape.queries.tiles(), forward.scratch(), threads, forward);
+}
+
+template <class S, class G>
+void run(const Backward<S, G> &backward, int threads) {
+  const Shape &shape = backward.shape;
+  each_task(shape.batch * shape.keys.heads, backward.scratch(), threads, backward);
+}
+
+template <class E>
+const E *as(const void *pointer) {
+  return static_cast<const E *>(pointer);
+}
+
+template <class E>
+E *as(void *pointer) {
+  return static_cast<E *>(pointer);
 }
 
 }  // namespace
@@ -316,14 +380,12 @@ MSZ_API int msz_attention(const void *q, const void *k, const void *v, int dtype
                           float *log_sums, int64_t batch, int64_t length, int64_t heads, int64_t kv_heads,
                           int64_t dim, float scale, int threads) {
   using namespace msz;
-  const Shape shape{batch, length, heads, kv_heads, dim};
+  const Shape shape{batch, {length, heads, dim}, {length, kv_heads, dim}};
   if (check(shape) != kDone) return kBadLength;
   return with_storage(dtype, [&](auto storage) {
     using S = decltype(storage);
     using E = typename S::Element;
-    const Forward<S> forward{shape,  static_cast<const E *>(q), static_cast<const E *>(k), static_cast<const E *>(v),
-                             starts, scale, static_cast<E *>(out), log_sums};
-    each_task(batch * heads * shape.tiles(), forward.scratch(), threads, forward);
+    run(Forward<S, S>{shape, {}, as<E>(q), as<E>(k), as<E>(v), starts, scale, as<E>(out), log_sums, false}, threads);
   });
 }
 
@@ -333,23 +395,51 @@ MSZ_API int msz_attention_grad(const void *q, const void *k, const void *v, cons
                                void *dv, int64_t batch, int64_t length, int64_t heads, int64_t kv_heads,
                                int64_t dim, float scale, int threads) {
   using namespace msz;
-  const Shape shape{batch, length, heads, kv_heads, dim};
+  const Shape shape{batch, {length, heads, dim}, {length, kv_heads, dim}};
   if (check(shape) != kDone) return kBadLength;
   return with_storage(dtype, [&](auto storage) {
     using S = decltype(storage);
     using E = typename S::Element;
-    const Backward<S> backward{shape,
-                               static_cast<const E *>(q),
-                               static_cast<const E *>(k),
-                               static_cast<const E *>(v),
-                               static_cast<const E *>(out),
-                               static_cast<const E *>(dout),
-                               starts,
-                               log_sums,
-                               scale,
-                               static_cast<E *>(dq),
-                               static_cast<E *>(dk),
-                               static_cast<E *>(dv)};
-    each_task(batch * kv_heads, backward.scratch(), threads, backward);
+    run(Backward<S, S>{shape, {}, as<E>(q), as<E>(k), as<E>(v), as<E>(out), as<E>(dout), starts, log_sums, scale,
+                       as<E>(dq), as<E>(dk), as<E>(dv), false},
+        threads);
+  });
+}
+
+// Brings out (fp32) and log_sums up to date with a block of keys; log_sums +inf: no key was seen yet.
+// Positions int32 [queries] and [keys], ascending.
+MSZ_API int msz_attention_block(const void *q, const void *k, const void *v, int dtype,
+                                const int32_t *query_positions, const int32_t *key_positions, const int32_t *starts,
+                                float *out, float *log_sums, int64_t batch, int64_t queries, int64_t keys,
+                                int64_t heads, int64_t kv_heads, int64_t dim, float scale, int threads) {
+  using namespace msz;
+  const Shape shape{batch, {queries, heads, dim}, {keys, kv_heads, dim}};
+  if (check(shape) != kDone) return kBadLength;
+  const Positions positions{query_positions, key_positions};
+  return with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
+    using E = typename S::Element;
+    run(Forward<S, Plain>{shape, positions, as<E>(q), as<E>(k), as<E>(v), starts, scale, out, log_sums, true},
+        threads);
+  });
+}
+
+// Adds what a block of keys gives to dq, and what the queries give to its dk and dv (all fp32); out and log_sums
+// are those over all keys.
+MSZ_API int msz_attention_block_grad(const void *q, const void *k, const void *v, const void *out, const void *dout,
+                                     int dtype, const int32_t *query_positions, const int32_t *key_positions,
+                                     const int32_t *starts, const float *log_sums, float *dq, float *dk, float *dv,
+                                     int64_t batch, int64_t queries, int64_t keys, int64_t heads, int64_t kv_heads,
+                                     int64_t dim, float scale, int threads) {
+  using namespace msz;
+  const Shape shape{batch, {queries, heads, dim}, {keys, kv_heads, dim}};
+  if (check(shape) != kDone) return kBadLength;
+  const Positions positions{query_positions, key_positions};
+  return with_storage(dtype, [&](auto storage) {
+    using S = decltype(storage);
+    using E = typename S::Element;
+    run(Backward<S, Plain>{shape, positions, as<E>(q), as<E>(k), as<E>(v), as<E>(out), as<E>(dout), starts, log_sums,
+                           scale, dq, dk, dv, true},
+        threads);
   });
 }
