@@ -47,13 +47,8 @@ def loss_factor() -> Parameter:
 
 
 class ScaledLoss(nn.Cell):
-    """The loss of a microbatch times a factor, for wrappers that add up microbatches inside the graph.
+    """The loss of a microbatch times a factor, for wrappers that add up microbatches inside the graph."""
 
-    ``lazy_inline``, which MindSpore's Pipeline asks for, makes the compiler analyse the cell once for all
-    microbatches. It cannot run on CPU.
-    """
-
-    @lazy_inline
     def __init__(self, network: nn.Cell, factor: Parameter) -> None:
         super().__init__(auto_prefix=False)
         self.network, self.factor = network, factor
@@ -61,3 +56,11 @@ class ScaledLoss(nn.Cell):
     def construct(self, *batch: Tensor) -> Tensor:
         """Return the scaled loss, fp32 0-d."""
         return self.network(*batch).astype(ms.float32) * self.factor
+
+
+class ReusedScaledLoss(ScaledLoss):
+    """The same, compiled once for all microbatches, as MindSpore's Pipeline asks for; not for CPU."""
+
+    @lazy_inline
+    def __init__(self, network: nn.Cell, factor: Parameter) -> None:
+        super().__init__(network, factor)

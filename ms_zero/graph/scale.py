@@ -57,15 +57,21 @@ class ClipDecision(nn.Cell):
 
 
 class WithDecision(nn.Cell):
-    """Put a decision into the scalars of an update: the factor on gradients, and whether to skip."""
+    """Put a decision into the scalars of an update: a factor on what scales gradients, and whether to skip.
+
+    Args:
+        grad_scale_at: position of what scales gradients.
+        found_inf_at: position of the flag to skip.
+        num_scalars: how many there are.
+    """
 
     def __init__(self, grad_scale_at: int, found_inf_at: int, num_scalars: int) -> None:
         super().__init__()
         one_hot = np.eye(num_scalars, dtype=np.float32)
         self.at_scale, self.at_inf = Tensor(one_hot[grad_scale_at]), Tensor(one_hot[found_inf_at])
-        self.others = Tensor(1 - one_hot[grad_scale_at] - one_hot[found_inf_at])
+        self.others = Tensor(1 - one_hot[grad_scale_at])
 
-    def construct(self, scalars: Tensor, grad_scale: Tensor, finite: Tensor) -> Tensor:
-        """Return the scalars, fp32 [16]."""
+    def construct(self, scalars: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
+        """Return the scalars, fp32 [16]; in ``scalars`` nothing is skipped."""
         found_inf = 1.0 - finite.astype(ms.float32)
-        return scalars * self.others + self.at_scale * grad_scale + self.at_inf * found_inf
+        return scalars * (self.others + self.at_scale * factor) + self.at_inf * found_inf

@@ -8,14 +8,13 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from ms_zero import models
 from ms_zero.config import OptimConfig, RunConfig
-from ms_zero.graph.network import EXTRA_ARGUMENTS, LossNetwork, ScaledLoss, loss_factor
+from ms_zero.graph.network import EXTRA_ARGUMENTS, LossNetwork, ReusedScaledLoss, ScaledLoss, loss_factor
 from ms_zero.graph.reduce import MicrobatchGradients, SameGradients
 from ms_zero.graph.scale import ClipDecision, GlobalSquares, WithDecision
-from ms_zero.graph.update import Update, scalars_parameter
+from ms_zero.graph.update import GRAD_SCALE_AT, Update, scalars_parameter
 from ms_zero.kernels import reference
+from ms_zero.kernels.dispatch import resolve_target
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
-
-_GRAD_SCALE_AT = 8
 
 
 class TrainCell(nn.Cell):
@@ -49,7 +48,8 @@ class TrainCell(nn.Cell):
         self.network, self.update, self.scaler = network, update, scaler
         self.loss_and_gradients = ops.value_and_grad(network, None, params)
         self.gradients, self.squares, self.decide = gradients, GlobalSquares(), ClipDecision(clip_norm)
-        self.with_decision = WithDecision(_GRAD_SCALE_AT, reference.FOUND_INF, reference.NUM_SCALARS)
+        scale_at = GRAD_SCALE_AT[update.kind]
+        self.with_decision = WithDecision(scale_at, reference.FOUND_INF, reference.NUM_SCALARS)
         self.loss_factor = factor
         self.decayed_scalars = scalars_parameter("decayed_scalars")
         self.plain_scalars = scalars_parameter("plain_scalars")
@@ -115,7 +115,9 @@ def build_train_cell(
     """
     extras = batch_extras(config)
     factor = loss_factor()
-    network = ScaledLoss(LossNetwork(model, extras, loss_sum=loss_sum), factor)
+    on_cpu = resolve_target(target).startswith("CPU")
+    scaled = ScaledLoss if on_cpu else ReusedScaledLoss
+    network = scaled(LossNetwork(model, extras, loss_sum=loss_sum), factor)
     params = trained_parameters(model)
     step = _wrapped(config, network) if wrap is None else wrap(network)
     joined = default_gradients(config, params) if gradients is None else gradients(params)

@@ -15,6 +15,8 @@ _FUSED = ("CPU", "GPU-custom", "Ascend-custom")
 # Positions in the scalars of AdamW; see ops/README.md.
 _KEEP, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2 = range(5)
 _INVERSE_ROOT, _EPS, _STEP_SIZE, _GRAD_SCALE = range(5, 9)
+GRAD_SCALE_AT = {"adamw": _GRAD_SCALE, "sgd": 1}
+"""Position of what multiplies the gradient in the scalars of an optimizer (sgd: with the learning rate)."""
 
 
 class ComposedAdamW(nn.Cell):

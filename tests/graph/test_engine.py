@@ -13,6 +13,8 @@ from ms_zero.runner import build_trainer
 from ms_zero.testing import run_workers
 
 SMALL = (
+    "data.source=files",
+    "data.validation_fraction=0.5",
     "model.num_layers=2",
     "model.hidden_size=32",
     "model.num_heads=4",
@@ -48,6 +50,16 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A small corpus: tokenizing the standard library for each trainer would take most of the time."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(8):
+        text = "".join(chr(97 + (i * i + number) % 26) for i in range(400 + 37 * number))
+        (folder / f"{number}.txt").write_text(text)
+    return f"data.files=[{folder}/*.txt]"
+
+
 def trainer_of(comm, *overrides, preset="runs/quickstart"):
     config = load_config(preset, [*SMALL, *overrides], comm.world_size).config
     return build_trainer(config, load_data(config), comm), config
@@ -73,16 +85,16 @@ def check_equal(ours, expected, rtol=1e-5):
     np.testing.assert_allclose(*applied, rtol=rtol)
 
 
-def job(comm, root):
+def job(comm, root, files):
     """Two workers: ten steps of each engine; then a checkpoint of each, resumed by the other."""
-    overrides = (*RUNS["gpt"], "parallel.bucket_mb=0.01")
+    overrides = (*RUNS["gpt"], "parallel.bucket_mb=0.01", files)
     trainers = [trainer_of(comm, *overrides, *engine)[0] for engine in ((), GRAPH)]
     histories = [steps(trainer, 3) for trainer in trainers]
     saved = [write(comm, f"{root}/{number}", trainer) for number, trainer in enumerate(trainers)]
     histories = [rows + steps(trainer, 7) for rows, trainer in zip(histories, trainers, strict=True)]
     others = zip(((), GRAPH), reversed(saved), strict=True)
     crossed = [go_on(trainer_of(comm, *overrides, *engine)[0], path, 7) for engine, path in others]
-    return {"histories": histories, "crossed": crossed, "saved": saved, "overflow": overflow(comm)}
+    return {"histories": histories, "crossed": crossed, "saved": saved, "overflow": overflow(comm, files)}
 
 
 def write(comm, root, trainer):
@@ -98,9 +110,9 @@ def go_on(trainer, path, count):
     return steps(trainer, count)
 
 
-def overflow(comm):
+def overflow(comm, files):
     """One rank's loss is infinite: nothing changes anywhere, and the parameter is named."""
-    trainer, _ = trainer_of(comm, *RUNS["gpt"], *GRAPH)
+    trainer, _ = trainer_of(comm, *RUNS["gpt"], files, *GRAPH)
     before = weights(trainer)
     run, factor = trainer.engine.forward_backward, np.inf if comm.rank == 1 else 1.0
     trainer.engine.forward_backward = lambda *args, weight, **how: run(*args, weight=weight * factor, **how)
@@ -111,13 +123,13 @@ def overflow(comm):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return run_workers(2, job, str(tmp_path_factory.mktemp("state")), timeout_s=300)
+def reports(tmp_path_factory, files):
+    return run_workers(2, job, str(tmp_path_factory.mktemp("state")), files, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", [*RUNS, "llama"])
-def test_ten_steps_equal_those_of_the_eager_engine(name):
-    overrides = LLAMA if name == "llama" else RUNS[name]
+def test_ten_steps_equal_those_of_the_eager_engine(name, files):
+    overrides = (*(LLAMA if name == "llama" else RUNS[name]), files)
     preset = "runs/llama-tiny" if name == "llama" else "runs/quickstart"
     eager, _ = trainer_of(local(), *overrides, preset=preset)
     graph, _ = trainer_of(local(), *overrides, *GRAPH, preset=preset)
@@ -129,16 +141,16 @@ def test_ten_steps_equal_those_of_the_eager_engine(name):
     assert eager.progress.skipped == (2 if name == "gpt scaled" else 0)
 
 
-def test_evaluation_gives_the_loss_of_the_eager_engine():
+def test_evaluation_gives_the_loss_of_the_eager_engine(files):
     found = []
     for engine in ((), GRAPH):
-        trainer, config = trainer_of(local(), *RUNS["gpt"], *engine)
+        trainer, config = trainer_of(local(), *RUNS["gpt"], files, *engine)
         found.append(trainer.evaluate(load_data(config).validation_loader(), 10))
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
-def test_two_workers_take_the_steps_of_the_eager_engine_and_of_one_worker(reports):
-    alone, _ = trainer_of(local(), "train.accumulation_steps=4", "optim.clip_norm=0.5", *GRAPH)
+def test_two_workers_take_the_steps_of_the_eager_engine_and_of_one_worker(reports, files):
+    alone, _ = trainer_of(local(), "train.accumulation_steps=4", "optim.clip_norm=0.5", files, *GRAPH)
     expected = steps(alone, 10)
     assert reports[0] == reports[1]
     eager, graph = reports[0]["histories"]
@@ -146,11 +158,11 @@ def test_two_workers_take_the_steps_of_the_eager_engine_and_of_one_worker(report
     check_equal(graph, expected)
 
 
-def test_each_engine_goes_on_from_the_checkpoint_of_the_other(reports):
+def test_each_engine_goes_on_from_the_checkpoint_of_the_other(reports, files):
     eager, graph = reports[0]["histories"]
     for rows in reports[0]["crossed"]:
         check_equal(rows, eager[3:])
-    single, _ = trainer_of(local(), "train.accumulation_steps=4", "optim.clip_norm=0.5", *GRAPH)
+    single, _ = trainer_of(local(), "train.accumulation_steps=4", "optim.clip_norm=0.5", files, *GRAPH)
     check_equal(go_on(single, reports[0]["saved"][1], 7), graph[3:])
 
 
