@@ -14,6 +14,9 @@ from ms_zero.kernels import cpu
 from ms_zero.kernels.dispatch import select
 from ms_zero.kernels.eager import EagerOrGraph
 from ms_zero.kernels.rounding import convert
+from ms_zero.kernels.saved import Saved
+
+_INTEGERS = (ms.int32, ms.int64, ms.int16, ms.int8, ms.uint8)
 
 
 class _EmbeddingFunction(function_class):
@@ -45,6 +48,8 @@ class _EmbeddingFunction(function_class):
 def _check(indices: Tensor, weight: Tensor) -> None:
     if weight.ndim != 2:
         raise UserError(f"embedding: the table is {list(weight.shape)}: expected [rows, H]")
+    if indices.dtype not in _INTEGERS:
+        raise UserError(f"embedding: indices are {indices.dtype}: expected integers, best int32")
     values, rows = indices.asnumpy(), weight.shape[0]
     if values.size and (values.min() < 0 or values.max() >= rows):
         raise UserError(
@@ -69,7 +74,8 @@ def _embedding_native() -> nn.Cell:
 class Embedding(nn.Cell):
     """weight [rows, H], indices int32 [...] -> [..., H].
 
-    An index outside of the table raises UserError in PyNative on CPU; elsewhere the result is undefined.
+    Indices of other integer dtypes are converted. What is no integer or outside of the table raises UserError
+    in PyNative on CPU; elsewhere the result is undefined.
     """
 
     def __init__(self, target: str | None = None) -> None:
@@ -85,3 +91,8 @@ class Embedding(nn.Cell):
     def construct(self, weight: Tensor, indices: Tensor) -> Tensor:
         """Look up."""
         return self.embedding(weight, indices)
+
+    @staticmethod
+    def saved_elements(indices: int) -> tuple[Saved, ...]:
+        """What the native CPU kernel keeps for backward: the indices, themselves if they are packed int32."""
+        return (Saved("indices", indices, dtype="int32"),)

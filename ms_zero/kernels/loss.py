@@ -51,6 +51,8 @@ def _logit_gradient(
     logits: Tensor, labels: Tensor, log_sums: Tensor, grad: Tensor, first: int, ignore_index: int
 ) -> Tensor:
     out, (rows, size) = cpu.like(logits), logits.shape
+    assert log_sums.shape == (rows,) and log_sums.dtype == ms.float32, (log_sums.shape, log_sums.dtype)
+    assert grad.shape in ((), (rows,)), grad.shape
     grad = cpu.packed(grad.astype(ms.float32))
     where = cpu.dtype_code(logits), labels, ignore_index, first, rows, size
     cpu.call("msz_cross_entropy_grad", logits, *where, log_sums, grad, int(grad.ndim > 0), out)

@@ -20,7 +20,9 @@ class _RotaryFunction(function_class):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cpu.packed(cos.astype(ms.float32)), cpu.packed(sin.astype(ms.float32))
-        assert cos.shape == sin.shape and cos.shape[-2:] == (x.shape[1], x.shape[3]), (x.shape, cos.shape)
+        batch, length, _, head_dim = x.shape
+        fitting = (length, head_dim), (1, length, head_dim), (batch, length, head_dim)
+        assert cos.shape == sin.shape and cos.shape in fitting, (x.shape, cos.shape, sin.shape)
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin, inverse=False)
 

@@ -136,3 +136,12 @@ def test_tensors_that_do_not_fit_are_refused():
         kernels.CausalAttention(1.0)(q, k, k)
     with pytest.raises(UserError, match=r"attention: .*one dtype"):
         kernels.CausalAttention(1.0)(q, q, q.astype(ms.float16))
+
+
+def test_starts_that_make_no_sense_read_nothing_outside():
+    q, k, v = (Tensor(RNG.standard_normal((1, 70, 2, 8)).astype(np.float32)) for _ in range(3))
+    attention = kernels.CausalAttention(0.3, "CPU")
+    lowest = attention(q, k, v, Tensor(np.full((1, 70), -(2**31), np.int32)))
+    assert np.array_equal(lowest.asnumpy(), attention(q, k, v).asnumpy())
+    behind = attention(q, k, v, Tensor(np.full((1, 70), 2**31 - 1, np.int32)))
+    assert not behind.asnumpy().any()

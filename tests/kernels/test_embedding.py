@@ -87,3 +87,27 @@ def test_no_index_at_all():
     weight = Parameter(Tensor(np.ones((5, 2), np.float32)))
     out = kernels.Embedding()(weight, Tensor(np.zeros((0,), np.int32)))
     assert out.shape == (0, 2)
+
+
+@pytest.mark.parametrize("values", [[0.5, 1.0], [np.nan, 1.0], [True, False]])
+def test_indices_that_are_no_integers_are_refused(values):
+    indices = Tensor(np.array(values, None if isinstance(values[0], bool) else np.float32))
+    with pytest.raises(UserError, match=r"indices are .*: expected integers"):
+        kernels.Embedding()(Parameter(Tensor(np.ones((5, 2), np.float32))), indices)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_keeps_the_indices_alone(dtype):
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    weight, indices = Parameter(Tensor(np.ones((5, 4), np.float32))), Tensor(INDICES.asnumpy().astype(dtype))
+    with ms.saved_tensors_hooks(pack, lambda tensor: tensor), _compat.tape():
+        kernels.Embedding()(weight, indices)
+    others = [(t.size, str(t.dtype)) for t in kept if t.data_ptr() != weight.data_ptr()]
+    saved = kernels.Embedding.saved_elements(indices.size)
+    assert others == [(each.elements, "Int32") for each in saved]
+    assert (kept[-1].data_ptr() == indices.data_ptr()) is (dtype == np.int32)

@@ -118,3 +118,11 @@ def test_slices_of_the_vocabulary_join_to_the_whole(cuts, dtype, target):
         assert found[0].dtype == slices[0][1].dtype
         error = np.concatenate([each.asnumpy() for each in found], 1) - expected
         assert np.abs(error).max() < (3e-5 if dtype == np.float32 else 1e-3)  # fp32 steps near 200: 1.5e-5
+
+
+@pytest.mark.parametrize("log_sums, grads", [(1, 2), (2, 1)])
+def test_a_gradient_for_other_rows_is_refused(log_sums, grads):
+    logits, labels = Tensor(np.ones((2, 8), np.float32)), Tensor(np.zeros(2, np.int32))
+    other, grad = (Tensor(np.ones(size, np.float32)) for size in (log_sums, grads))
+    with pytest.raises(AssertionError):
+        kernels.softmax_gradient(logits, labels, other, grad, first=0, target="CPU")

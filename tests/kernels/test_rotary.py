@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from mindspore import Tensor
 
 from ms_zero import kernels
@@ -35,3 +36,9 @@ def test_one_kernel_serves_changing_shapes(target):
         x = RNG.standard_normal((2, length, heads, head_dim)).astype(np.float32)
         ones, zeros = np.ones((length, head_dim), np.float32), np.zeros((length, head_dim), np.float32)
         assert np.array_equal(cell(Tensor(x), Tensor(ones), Tensor(zeros)).asnumpy(), x)
+
+
+def test_tables_for_another_batch_are_refused():
+    x, table = Tensor(np.ones((4, 5, 2, 8), np.float32)), Tensor(np.ones((2, 5, 8), np.float32))
+    with pytest.raises(AssertionError):
+        kernels.RotaryEmbedding("CPU")(x, table, table)
