@@ -8,11 +8,11 @@ vocabulary 8192, batches of 4 x 256 tokens, fp32); ``train`` is its whole traini
 
 One process serves each framework. This one asks them in turn, so that all see the same machine; the others
 wait for input meanwhile. Idle threads of a framework still occupy cores for a while, so short calls are
-repeated: until 30 ms have passed uncounted, then for 30 ms counted. Figures are medians: ``X_over_torch`` and ``X_over_mindspore``
-are their time over ours. ``X_cpu_over_torch`` is the same of processor time, which other programs on the
-machine disturb less. Without torch its figures are left out. Peak memory is the process's largest resident
-size, in all and above what the imports take; ``attention_bytes_per_position`` is what attention adds to it
-for sequences of two lengths.
+repeated: until 30 ms have passed uncounted, then for 30 ms counted. Figures are medians: ``X_over_torch`` and
+``X_over_mindspore`` are their time over ours. ``X_cpu_over_torch`` is the same of processor time, which other
+programs on the machine disturb less. Without torch its figures are left out. Peak memory is the process's
+largest resident size, in all and above what the imports take; ``attention_bytes_per_position`` is what
+attention adds to it for sequences of two lengths.
 """
 
 import argparse
@@ -42,6 +42,7 @@ OPERATORS: dict[str, list[tuple[int, ...]]] = {
     "attention": [(BATCH, LENGTH, HEADS, HEAD_DIM)] * 3,
     "attention_long": [(1, LONG, HEADS, HEAD_DIM)] * 3,
     "cross_entropy": [(BATCH * LENGTH, VOCAB)],
+    "embedding": [(VOCAB, HIDDEN)],
 }
 #: Calls shorter than this are repeated for as long.
 SETTLE_S = 0.03
@@ -81,9 +82,11 @@ def our_call(name: str, target: str) -> Callable[[], None]:
         "attention": lambda: kernels.CausalAttention(HEAD_DIM**-0.5, target),
         "attention_long": lambda: kernels.CausalAttention(HEAD_DIM**-0.5, target),
         "cross_entropy": lambda: kernels.CrossEntropySum(target=target),
+        "embedding": lambda: kernels.Embedding(target),
     }
     cell, leaves = cells[name](), [Tensor(array) for array in arrays(name)]
-    constants = {"rotary": tables, "cross_entropy": lambda: [labels()]}.get(name, list)()
+    indices = {"cross_entropy": lambda: [labels()], "embedding": lambda: [labels()]}
+    constants = {"rotary": tables, **indices}.get(name, list)()
     arguments = [*leaves, *map(Tensor, constants)]
     for leaf in leaves:
         leaf.requires_grad_(True)
@@ -139,6 +142,7 @@ def torch_functions() -> dict[str, Callable]:
         "attention": attention,
         "attention_long": attention,
         "cross_entropy": lambda logits: functional.cross_entropy(logits, targets, reduction="sum"),
+        "embedding": lambda table: functional.embedding(targets, table),
     }
 
 
@@ -309,6 +313,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--serve", choices=("ours", "mindspore", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if args.serve:
         serve(args.serve, args.quick)
         return 0

@@ -297,6 +297,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--alone", choices=("pairs", "ms_zero", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     steps = args.steps or (4 if args.quick else 24)
     if args.alone:
         print(json.dumps(alone(args.alone, QUICK_SHAPE if args.quick else SHAPE, steps)))
