@@ -62,7 +62,7 @@ class LatentAttention(nn.Cell):
         width = max(self.head_dim, self.value_head_dim)
         out = self.attention(_filled(q, width), _filled(k, width), _filled(v, width), mask)
         if width > self.value_head_dim:
-            out = mint.narrow(out, 3, 0, self.value_head_dim)
+            out, _ = _parts(out, self.value_head_dim)
         return self.o_proj(merge_heads(out))
 
     def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,20 +70,27 @@ class LatentAttention(nn.Cell):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
             q = self.q_proj(x)
-        parts = (self.nope_head_dim, self.rope_head_dim)
-        nope, rope = mint.split(split_heads(q, self.head_dim), parts, -1)
+        nope, rope = _parts(split_heads(q, self.head_dim), self.nope_head_dim)
         return mint.cat((nope, self.rotary(rope, cos, sin)), -1)
 
     def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        parts = (self.kv_rank, self.rope_head_dim)
-        compressed, rope = mint.split(self.kv_a_proj_with_mqa(x), parts, -1)
+        compressed, rope = _parts(self.kv_a_proj_with_mqa(x), self.kv_rank)
         rope = self.rotary(split_heads(rope, self.rope_head_dim), cos, sin)
         expanded = self.kv_b_proj(self.kv_a_layernorm(compressed))
         expanded = split_heads(expanded, self.nope_head_dim + self.value_head_dim)
-        nope, v = mint.split(expanded, (self.nope_head_dim, self.value_head_dim), -1)
+        nope, v = _parts(expanded, self.nope_head_dim)
         # The number of heads is that of the projection: tensor parallelism splits heads.
         rope = ops.broadcast_to(rope, (*nope.shape[:3], self.rope_head_dim))
         return mint.cat((nope, rope), -1), v
+
+
+def _parts(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The first and the other elements of the last dim.
+
+    Not by mint.split, whose gradient on CPU is wrong when a part's is a view (MindSpore 2.10.0).
+    """
+    size = x.shape[-1]
+    return mint.narrow(x, x.ndim - 1, 0, first), mint.narrow(x, x.ndim - 1, first, size - first)
 
 
 def _filled(x: Tensor, width: int) -> Tensor:
