@@ -127,7 +127,8 @@ def test_the_program_of_the_zero_page_runs(tmp_path):
 
 def test_the_run_file_schedule_and_commands_of_the_parallel_page_work(tmp_path):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "pipeline.yaml").write_text(blocks("parallel.md", "yaml")[0])
+    for name, text in zip(("context.yaml", "pipeline.yaml"), blocks("parallel.md", "yaml"), strict=True):
+        (tmp_path / name).write_text(text)
     (tmp_path / "swapped.csv").write_text(blocks("parallel.md", "text")[0])
     for command in [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]:
         shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
