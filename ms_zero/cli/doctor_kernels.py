@@ -45,8 +45,7 @@ def _check_cuda() -> Check:
         return skipped(name, "this version has none")
     library = cuda.find_cuda_library()
     if library is not None:
-        codes = ", ".join(f"sm_{each}" for each in cuda.ARCHITECTURES)
-        return ok(name, f"built for {codes} ({library})")
+        return ok(name, f"built for {', '.join(cuda.architectures_of(library))} ({library})")
     nvcc = cuda.find_nvcc()
     if nvcc is None:
         return skipped(name, "not built: no nvcc was found")
@@ -55,12 +54,16 @@ def _check_cuda() -> Check:
 
 def _check_ascend() -> Check:
     name = "kernels ascend"
-    folder = installed_folder() / "ascend"
-    vendors = sorted(path.name for path in folder.glob("vendors/*") if path.is_dir())
-    if vendors:
-        return ok(name, f"built: {', '.join(vendors)} in {folder}; set ASCEND_CUSTOM_OPP_PATH to use them")
+    package = installed_folder() / "ascend" / "vendors" / "ms_zero"
+    if package.is_dir():
+        # CANN lists the operators of a package by the device that they were compiled for.
+        config = package / "op_impl" / "ai_core" / "tbe" / "config"
+        devices = ", ".join(sorted(path.name for path in config.glob("*"))) or "an unknown device"
+        return ok(name, f"built for {devices} ({package}); ASCEND_CUSTOM_OPP_PATH must name it to use them")
     home = os.environ.get("ASCEND_HOME_PATH")
     if not home:
         return skipped(name, "not built: ASCEND_HOME_PATH is not set; MindSpore's operators serve")
+    if not Path(home).is_dir():
+        return skipped(name, f"not built: ASCEND_HOME_PATH={home} is no folder; MindSpore's operators serve")
     fix = _REINSTALL.format("MS_ZERO_BUILD_ASCEND")
     return warning(name, f"not built, though CANN is in {Path(home)}; MindSpore's operators serve", fix)

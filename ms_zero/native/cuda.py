@@ -15,6 +15,7 @@ from ms_zero.native.sources import source_root
 
 ARCHITECTURES = ("80", "90")
 """Compute capabilities with machine code in the library; newer devices compile the PTX of the last one."""
+_PREFIX = "libms_zero_cuda-"
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -38,20 +39,30 @@ def cuda_sources(root: Path) -> Sequence[Path]:
     return sorted(root.glob("*/cuda/*.cu"))
 
 
-def cuda_library_name(root: Path) -> str:
-    """File name of the library that these sources make."""
+def cuda_library_name(root: Path, architectures: Sequence[str]) -> str:
+    """File name of the library that these sources make, with machine code for `architectures`."""
+    codes = "-".join(f"sm_{each}" for each in architectures)
+    return f"{_PREFIX}{codes}-{_source_key(root)}.so"
+
+
+def _source_key(root: Path) -> str:
     digest = hashlib.sha256(repr((FLAGS, ARCHITECTURES)).encode())
     for path in sorted([*root.glob("common/*"), *root.glob("*/cuda/*")]):
         if path.suffix in (".cu", ".cuh", ".h"):
             digest.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
             digest.update(path.read_bytes())
-    return f"libms_zero_cuda-{digest.hexdigest()[:16]}.so"
+    return digest.hexdigest()[:16]
 
 
 def find_cuda_library() -> Path | None:
     """The CUDA library of the current sources that was built at install time, None when there is none."""
-    path = installed_folder() / cuda_library_name(source_root())
-    return path if path.is_file() else None
+    found = sorted(installed_folder().glob(f"{_PREFIX}*-{_source_key(source_root())}.so"))
+    return found[-1] if found else None
+
+
+def architectures_of(library: Path) -> tuple[str, ...]:
+    """What a library has machine code for, as its name says: ("sm_80", "sm_90")."""
+    return tuple(library.stem.removeprefix(_PREFIX).split("-")[:-1])
 
 
 def build_cuda_library(root: Path, folder: Path) -> Path:
@@ -70,7 +81,7 @@ def build_cuda_library(root: Path, folder: Path) -> Path:
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in chosen]
     codes.append(f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / cuda_library_name(root)
+    target = folder / cuda_library_name(root, chosen)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as scratch:
         library = Path(scratch) / "library.so"
         sources = map(str, cuda_sources(root))

@@ -347,5 +347,18 @@ def test_device_kernels_that_are_missing_are_told_with_the_reason(monkeypatch, c
     _, cuda, ascend = doctor_kernels.check_kernels()
     assert cuda.status == "warning" and "MS_ZERO_BUILD_CUDA=1" in cuda.fix
     assert ascend.status == "warning" and "MS_ZERO_BUILD_ASCEND=1" in ascend.fix
-    monkeypatch.setattr(doctor_kernels.cuda, "find_cuda_library", lambda: tmp_path / "lib.so")
-    assert "sm_80, sm_90" in doctor_kernels.check_kernels()[1].message
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "nowhere"))
+    ascend = doctor_kernels.check_kernels()[2]
+    assert ascend.status == "skipped" and "nowhere is no folder" in ascend.message
+
+
+def test_device_kernels_that_are_built_are_listed_with_their_architecture(monkeypatch, tmp_path):
+    name = doctor_kernels.cuda.cuda_library_name(REPOSITORY / "ops", ("80",))
+    (tmp_path / name).touch()
+    config = tmp_path / "ascend" / "vendors" / "ms_zero" / "op_impl" / "ai_core" / "tbe" / "config"
+    (config / "ascend910b").mkdir(parents=True)
+    for module in (doctor_kernels, doctor_kernels.cuda):
+        monkeypatch.setattr(module, "installed_folder", lambda: tmp_path)
+    _, cuda, ascend = doctor_kernels.check_kernels()
+    assert cuda.message == f"built for sm_80 ({tmp_path / name})"
+    assert ascend.message.startswith("built for ascend910b (")
