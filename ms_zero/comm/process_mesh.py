@@ -15,6 +15,7 @@ SPANS: tuple[tuple[str, ...], ...] = (
     ("dp_replicate", "dp_shard", "cp"),
     ("edp",),
     ("ep",),
+    ("dp_replicate", "edp"),
 )
 
 

@@ -14,6 +14,7 @@ def mesh_of(config: RunConfig, world_size: int) -> Mesh:
         dp_shard=parallel.dp_shard,
         cp=parallel.cp,
         tp=parallel.tp,
+        ep=parallel.ep,
     )
     if mesh.world_size != world_size:
         raise UserError(

@@ -157,13 +157,6 @@ def _check_latent(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", message
 
 
-def _check_experts_uncut(facts: Facts) -> Iterator[tuple[str, str]]:
-    degree = facts.values["parallel.tp"]
-    if facts.values["model.family"] == "moe" and degree > 1:
-        message = f"{degree} is not available for models with experts in this version; only 1 is"
-        yield "parallel.tp", message
-
-
 def _check_whole_sequences(facts: Facts) -> Iterator[tuple[str, str]]:
     degree = facts.values["parallel.cp"]
     if facts.values["model.family"] == "moe" and degree > 1:
@@ -330,9 +323,10 @@ def _check_tensor_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
     elif isinstance(kv_heads, int) and kv_heads % degree and degree % kv_heads:
         message = f"{degree} is neither a divisor nor a multiple of model.num_kv_heads {kv_heads}; use one"
         yield "parallel.tp", message
-    sizes = {name: facts.values.get(f"model.{name}") for name in ("vocab_size", "ffn_hidden_size")}
-    for name, size in sizes.items():
-        if isinstance(size, int) and size < degree:
+    names = ("vocab_size", *(f"{part}ffn_hidden_size" for part in ("", "expert_", "shared_")))
+    for name in names:
+        size = facts.values.get(f"model.{name}")
+        if isinstance(size, int) and 0 < size < degree:
             yield "parallel.tp", f"{degree} is more than model.{name} {size}; lower it"
 
 
@@ -361,6 +355,21 @@ def _check_tensor_parallel_node(facts: Facts) -> Iterator[tuple[str, str]]:
             f"and are as slow as the network; use a divisor of {node}"
         )
         yield "parallel.tp", message
+
+
+def _check_expert_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
+    degree, family = facts.values["parallel.ep"], facts.values["model.family"]
+    if degree == 1:
+        return
+    if family != "moe":
+        yield "parallel.ep", f"{degree}, but a {family} model has no experts to share out; use 1"
+        return
+    fold = facts.values["parallel.dp_shard"] * facts.values["parallel.cp"]
+    if fold % degree:
+        yield "parallel.ep", f"{degree} does not divide dp_shard x cp = {fold}; use a divisor of it"
+    experts = facts.values.get("model.num_experts")
+    if isinstance(experts, int) and experts % degree:
+        yield "parallel.ep", f"{degree} does not divide model.num_experts {experts}; use a divisor of both"
 
 
 def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -646,15 +655,6 @@ _MODEL_RULES = (
         ("model.latent.rope_head_dim",),
         _check_latent,
     ),
-    Rule(
-        "MZ028",
-        "Tensor parallelism does not cut experts yet",
-        "unavailable",
-        "This version trains models with experts by data parallelism with every ZeRO stage, and pipelines.",
-        "Set parallel.tp to 1.",
-        ("model.family", "parallel.tp"),
-        _check_experts_uncut,
-    ),
 )
 _BATCH_RULES = (
     Rule(
@@ -916,6 +916,16 @@ _PARALLEL_RULES = (
         "it.",
         ("parallel.tp", "model.num_heads"),
         _check_tensor_parallel,
+    ),
+    Rule(
+        "MZ045",
+        "Expert parallelism has experts, and ranks to hold them",
+        "error",
+        "Expert parallelism shares the experts of a layer between ranks that see different data, as many on "
+        "each. It takes no ranks of its own: they are among those of dp_shard x cp.",
+        "Set parallel.ep to a common divisor of model.num_experts and dp_shard x cp, or to 1.",
+        ("parallel.ep", "parallel.dp_shard", "parallel.cp", "model.family"),
+        _check_expert_parallel,
     ),
     Rule(
         "MZ055",

@@ -421,6 +421,9 @@ class ParallelConfig:
         used_when=("cp", range(2, _INT_MAX + 1)),
     )
     tp: int = _count("Tensor-parallel ranks.", default=1)
+    ep: int = _count(
+        "Expert-parallel ranks, among dp_shard x cp: each holds some of the experts.", default=1
+    )
     sequence_parallel: bool = key(
         "Whether tensor-parallel ranks also cut norms, dropout and residuals along the sequence: the same "
         "traffic, less memory.",

@@ -1,14 +1,17 @@
 """Techniques that cut a model between ranks, one a file; each is applied to a plain model."""
 
 from ms_zero.parallel.context import ContextPart, RingAttention, UlyssesAttention, cut_context
+from ms_zero.parallel.expert import ExpertDispatcher, split_experts
 from ms_zero.parallel.placement import Box, Placement, Placements, Replicas, split_evenly
 from ms_zero.parallel.sequence import SplitSequence
 from ms_zero.parallel.styles import (
     Column,
+    Cut,
     Enter,
     Inside,
     OwnTokens,
     Plan,
+    Region,
     Row,
     Style,
     Vocabulary,
@@ -21,12 +24,15 @@ __all__ = [
     "Box",
     "Column",
     "ContextPart",
+    "Cut",
     "Enter",
+    "ExpertDispatcher",
     "Inside",
     "OwnTokens",
     "Placement",
     "Placements",
     "Plan",
+    "Region",
     "Replicas",
     "RingAttention",
     "Row",
@@ -39,4 +45,5 @@ __all__ = [
     "cut_context",
     "parallelize",
     "split_evenly",
+    "split_experts",
 ]

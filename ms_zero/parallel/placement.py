@@ -115,10 +115,13 @@ class Placement:
     Attributes:
         box: its part.
         replicas: who holds it too, axis by axis; ranks that differ only in their data are left out.
+        parts: the ranks that hold one part each though they see different data (expert parallelism); None:
+            all ranks that differ only in their data hold the same.
     """
 
     box: Box
     replicas: tuple[Replicas, ...] = ()
+    parts: Group | None = None
 
     @property
     def is_first(self) -> bool:
@@ -138,7 +141,7 @@ class Placements:
     Attributes:
         by_name: those that are not simply whole.
         groups: groups over which this process has to sum to reach every part of the model once, one for each
-            axis that cuts it.
+            axis that cuts it. Parts of ranks that see different data are reached by a sum over these.
     """
 
     by_name: Mapping[str, Placement] = field(default_factory=dict)
@@ -154,6 +157,11 @@ class Placements:
         """Who holds the same part of a parameter."""
         placement = self.by_name.get(name)
         return () if placement is None else placement.replicas
+
+    def parts(self, name: str) -> Group | None:
+        """The ranks that hold one part each of a parameter though they see different data."""
+        placement = self.by_name.get(name)
+        return None if placement is None else placement.parts
 
     def local_values(self, values: FlatValues) -> FlatValues:
         """Flat ranges of local parameters, given a source of the whole ones."""

@@ -27,6 +27,7 @@ from ms_zero.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabularyParallelEmbedding,
+    count_once,
 )
 
 
@@ -55,13 +56,66 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer with some of the input features; its result leaves the region."""
+    """A linear layer with some of the input features.
+
+    Attributes:
+        leaves: whether its result leaves the region; else it is a partial sum, and the layer has no bias and
+            no activation of its own.
+    """
+
+    leaves: bool = True
 
     def apply(self, cell: nn.Cell, path: str, cuts: Cuts) -> nn.Cell:
         """The cell that takes the place of the layer."""
         weight, bias = _linear_parameters(cell, path)
         activation = getattr(cell, "activation", None)
-        return RowParallelLinear(cuts.cut(weight, 1), bias, cuts.border, activation=activation)
+        if not self.leaves and not bias is activation is None:
+            raise UserError(
+                f"tensor parallelism: {path} gives a partial sum, to which a bias or an activation cannot be "
+                f"applied: use Row()"
+            )
+        local = cuts.cut(weight, 1)
+        return RowParallelLinear(local, bias, cuts.border, leaves=self.leaves, activation=activation)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cell inside of a region that computes with what there is of its own parameters.
+
+    Attributes:
+        dims: which of its parameters are cut, and along which dim.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+
+    def apply(self, cell: nn.Cell, path: str, cuts: Cuts) -> None:
+        """Replace the parameters."""
+        own = dict(cell.parameters_and_names(expand=False))
+        for name, dim in self.dims:
+            if name not in own or own[name].ndim <= dim:
+                raise UserError(f"tensor parallelism: {path} has no parameter {name} with a dim {dim}")
+            setattr(cell, name, cuts.cut(own[name], dim))
+
+
+@dataclass(frozen=True)
+class Region:
+    """A cell that is a region as a whole: its first argument enters, its result, a partial sum, leaves.
+
+    Of several results the first is one; what rides along is the same on all ranks.
+    """
+
+    def apply(self, cell: nn.Cell, path: str, cuts: Cuts) -> None:
+        """Let arguments enter and results leave."""
+        border = cuts.border
+
+        def after(cell: nn.Cell, args: tuple, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple:
+            if not isinstance(output, tuple):
+                return border.leave(output)
+            first, *others = output
+            return (border.leave(first), *(count_once(other, border.group) for other in others))
+
+        _change_first_argument(cell, path, border.enter)
+        cell.register_forward_hook(after)
 
 
 @dataclass(frozen=True)
@@ -116,7 +170,7 @@ class Inside:
         cuts.add_partial(cell.get_parameters())
 
 
-Style = Column | Row | Vocabulary | Enter | OwnTokens | Inside
+Style = Column | Row | Cut | Region | Vocabulary | Enter | OwnTokens | Inside
 
 #: Pattern of cell paths, `*` and `?` within one name -> style.
 Plan = Mapping[str, Style]

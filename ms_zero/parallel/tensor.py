@@ -72,6 +72,25 @@ class WholeSequence:
         return x
 
 
+def count_once(x: Tensor, group: Group) -> Tensor:
+    """`x`, which all ranks compute alike inside of a region; each takes an equal share of its gradient.
+
+    So what the ranks add up, for what entered the region and for parameters inside, has it once.
+    """
+    return _CountOnce.apply(x, group)
+
+
+class _CountOnce(function_class):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.size = group.size
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None
+
+
 class ColumnParallelLinear(nn.Cell):
     """x W^T + b with some of the output features: weight [out / tp, in], bias [out / tp]."""
 
@@ -107,17 +126,21 @@ class RowParallelLinear(nn.Cell):
         bias: Parameter | None,
         border: Border,
         *,
+        leaves: bool = True,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """`leaves`: whether the region ends here."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.linear, self.activation = kernels.Linear(), activation
         self.bias_add = ops.BiasAdd()
-        self.border = border
+        self.border, self.leaves = border, leaves
 
     def construct(self, x: Tensor) -> Tensor:
-        """Map x [..., in / tp] to what leaves the region, [..., out]."""
-        y = self.border.leave(self.linear(x, self.weight, None))
+        """Map x [..., in / tp] to what leaves the region, [..., out], or to a partial sum of that."""
+        y = self.linear(x, self.weight, None)
+        if self.leaves:
+            y = self.border.leave(y)
         if self.bias is not None:  # once, not once a rank
             y = self.bias_add(y.reshape(-1, y.shape[-1]), self.bias).reshape(y.shape)
         return y if self.activation is None else self.activation(y)

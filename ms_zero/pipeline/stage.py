@@ -16,6 +16,9 @@ from mindspore import Tensor, nn
 
 from ms_zero.errors import UserError
 
+#: Hidden states, or these and what rides along.
+Hidden = Tensor | tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -23,7 +26,8 @@ class Chain:
 
     The three functions are called with the cell that holds the parts of this rank under their paths in the
     plain model, then what is listed. ``inputs`` are the arguments of the plain model's call, by name: every
-    stage has those of the microbatch, so that masks and positions need not travel.
+    stage has those of the microbatch, so that masks and positions need not travel. ``hidden`` is what blocks
+    take and return: hidden states, or a tuple of these and what rides along.
 
     Attributes:
         blocks: path of the CellList of the blocks.
@@ -37,9 +41,9 @@ class Chain:
     blocks: str
     first: tuple[str, ...]
     last: tuple[str, ...]
-    begin: Callable[[nn.Cell, Mapping[str, Any]], Tensor]
-    context: Callable[[nn.Cell, Tensor, Mapping[str, Any]], tuple]
-    end: Callable[[nn.Cell, Tensor], Tensor]
+    begin: Callable[[nn.Cell, Mapping[str, Any]], Hidden]
+    context: Callable[[nn.Cell, Hidden, Mapping[str, Any]], tuple]
+    end: Callable[[nn.Cell, Hidden], Hidden]
 
 
 # Splitting a model
@@ -50,6 +54,8 @@ class Staged(nn.Cell):
 
     Children and parameters have the paths that they have in the plain model.
     """
+
+    fp32_arguments = ("carried",)  # read by ms_zero.precision
 
     def __init__(self, model: nn.Cell, chain: Chain, stages: Mapping[int, range], num_stages: int) -> None:
         """Take over the children of `model`, from which other ranks' parts were taken out; see `split`."""
@@ -70,24 +76,34 @@ class Staged(nn.Cell):
         """Stages of the whole pipeline."""
         return self._num_stages
 
-    def construct(self, stage: int, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
+    def construct(
+        self,
+        stage: int,
+        hidden: Tensor | None,
+        inputs: Mapping[str, Any],
+        *,
+        carried: tuple[Tensor, ...] = (),
+    ) -> Hidden:
         """Run one stage.
 
         Args:
             stage: one of this rank.
             hidden: what the stage before gave; None for the first stage.
             inputs: arguments of the plain model, of this microbatch.
+            carried: what the stage before gave besides hidden states.
 
         Returns:
-            Hidden states, or the model's result after the last stage.
+            Hidden states, and what rides along if anything does, or the model's result after the last stage.
         """
-        x = self._chain.begin(self, inputs) if stage == 0 else hidden
+        x = (hidden, *carried) if carried else hidden
+        if stage == 0:
+            x = self._chain.begin(self, inputs)
         blocks = self._stages[stage]
         if blocks:
             context = self._chain.context(self, x, inputs)
             named = cell_at(self, self._chain.blocks).name_cells()
             for number in blocks:
-                x = named[str(number)](x, *context)
+                x = named[str(number)](*(x if isinstance(x, tuple) else (x,)), *context)
         return self._chain.end(self, x) if stage == self._num_stages - 1 else x
 
 

@@ -75,6 +75,7 @@ def _layout(config: RunConfig) -> Layout:
         sequence_parallel=parallel.tp > 1 and parallel.sequence_parallel,
         cp=parallel.cp,
         context=parallel.context,
+        ep=parallel.ep,
         dp_replicate=parallel.dp_replicate,
         dp_shard=parallel.dp_shard,
         zero_stage=parallel.zero_stage,

@@ -7,12 +7,13 @@ With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
   1/c of Q, K, V and the result forward and of their gradients backward, (c - 1)/c of them leave;
 - expert parallelism two all-to-alls forward and two backward of k copies of a token, (e - 1)/e of them leave;
 - a pipeline b s h at every border, each way;
-- data parallelism by the book of ``ms_zero.plan.zero``.
+- data parallelism by the book of ``ms_zero.plan.zero``, of experts among the ranks that hold the same ones.
 """
 
 from __future__ import annotations
 
 from ms_zero.plan.layout import Layout
+from ms_zero.plan.parameters import device_layer_parameters
 from ms_zero.plan.shapes import Attention, ModelShape
 from ms_zero.plan.zero import step_traffic
 
@@ -88,11 +89,22 @@ def step_bytes(shape: ModelShape, layout: Layout, parameters: float) -> dict[str
     split = layout.tp if layout.sequence_parallel else 1
     borders = 2 * layout.virtual_stages if layout.pp > 1 else 0
     found["pp"] = borders * count * width * pipeline(tokens, shape.hidden_size, split)
-    found["dp"] = _data_bytes(layout, parameters)
+    experts = _device_experts(shape, layout)
+    found["dp"] = _data_bytes(layout, parameters - experts, layout.shard_degree)
+    found["dp"] += _data_bytes(layout, experts, layout.expert_shard_degree)
     return found
 
 
-def _data_bytes(layout: Layout, parameters: float) -> float:
+def _device_experts(shape: ModelShape, layout: Layout) -> float:
+    """Parameters of the routed experts of a device."""
+    degrees = {"tp": layout.tp, "ep": layout.ep}
+    return sum(
+        number * device_layer_parameters(layer, shape.hidden_size, shape.norm, **degrees).experts / layout.pp
+        for number, layer in shape.blocks
+    )
+
+
+def _data_bytes(layout: Layout, parameters: float, degree: int) -> float:
     passes = step_traffic(
         layout.zero_stage if layout.hsdp_level is None else layout.hsdp_level,
         layout.microbatches,
@@ -103,7 +115,7 @@ def _data_bytes(layout: Layout, parameters: float) -> float:
     precision = layout.precision
     return passes.sent_bytes(
         parameters,
-        layout.shard_degree,
+        degree,
         layout.dp_replicate,
         weight=precision.gathered,
         wire=precision.reduce,

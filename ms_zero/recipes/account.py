@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 from ms_zero.comm import Counters
@@ -10,6 +9,7 @@ from ms_zero.monitor.units import format_bytes
 from ms_zero.optim.optimizer import Optimizer
 from ms_zero.plan.zero import held_bytes, step_traffic
 from ms_zero.precision.policy import BYTES
+from ms_zero.zero.groups import Groups
 from ms_zero.zero.sharded import Sharded
 
 _FP32_BYTES = 4
@@ -65,7 +65,7 @@ class Account:
 
 def sent_bytes(counters: Counters, sharded: Sharded) -> int:
     """Bytes that this rank has sent so far over the groups that share parameters and gradients."""
-    names = {sharded.groups.shard.name, sharded.groups.replica.name}
+    names = {group.name for groups in _sizes(sharded) for group in (groups.shard, groups.replica)}
     return sum(counters.total_bytes(group=name) for name in names)
 
 
@@ -78,33 +78,55 @@ def account(sharded: Sharded, optimizer: Optimizer, *, sent: int, num_microbatch
         sent: what :func:`sent_bytes` grew by in the step.
         num_microbatches: of the step.
     """
-    options, held = sharded.options, sharded.held_bytes()
-    degree, replicas = sharded.groups.shard.size, sharded.groups.replica.size
-    policy, psi = options.policy, sum(prod(shape) for shape in sharded.names.values())
+    held, k = sharded.held_bytes(), num_microbatches
+    sent_theory, held_theory = 0.0, 0.0
+    for groups, psi in _sizes(sharded).items():
+        sent_theory += _sent_theory(sharded, groups, psi, k)
+        held_theory += _held_theory(sharded, groups, psi, k, optimizer)
+    places = {place: sum(kinds.values()) for place, kinds in optimizer.held_bytes().items()}
+    return Account(
+        sent=sent,
+        sent_theory=sent_theory,
+        weights=held["weights"],
+        host_weights=held["host_weights"],
+        gradients=sharded.most_gradient_bytes,
+        optimizer={place: size for place, size in places.items() if size},
+        held_theory=held_theory,
+    )
+
+
+def _sizes(sharded: Sharded) -> dict[Groups, int]:
+    """Parameters of this rank's model by who shares them."""
+    sizes: dict[Groups, int] = {}
+    for bucket in sharded.all_buckets:
+        sizes[bucket.groups] = sizes.get(bucket.groups, 0) + bucket.layout.size
+    return sizes
+
+
+def _sent_theory(sharded: Sharded, groups: Groups, psi: int, num_microbatches: int) -> float:
+    options, policy = sharded.options, sharded.options.policy
     traffic = step_traffic(
         options.stage,
         num_microbatches,
         synchronise=options.synchronises,
         reshard_after_forward=options.reshard_after_forward,
-        replicas=replicas,
+        replicas=groups.replica.size,
     )
     sizes = {"weight": policy.weight_bytes, "wire": BYTES[policy.reduce], "kept": policy.gradient_bytes}
-    theory = held_bytes(
+    return traffic.sent_bytes(psi, groups.shard.size, groups.replica.size, **sizes)
+
+
+def _held_theory(
+    sharded: Sharded, groups: Groups, psi: int, num_microbatches: int, optimizer: Optimizer
+) -> float:
+    options, policy = sharded.options, sharded.options.policy
+    per_parameter = held_bytes(
         options.stage,
-        degree,
+        groups.shard.size,
         weight=policy.weight_bytes,
         gradient=policy.gradient_bytes,
         master=_FP32_BYTES if policy.keeps_master else 0,
         moments=_FP32_BYTES * len(optimizer.moments),
         synchronise=options.synchronises or num_microbatches == 1,
     )
-    places = {place: sum(kinds.values()) for place, kinds in optimizer.held_bytes().items()}
-    return Account(
-        sent=sent,
-        sent_theory=traffic.sent_bytes(psi, degree, replicas, **sizes),
-        weights=held["weights"],
-        host_weights=held["host_weights"],
-        gradients=sharded.most_gradient_bytes,
-        optimizer={place: size for place, size in places.items() if size},
-        held_theory=theory.total * psi,
-    )
+    return per_parameter.total * psi

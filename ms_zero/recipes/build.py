@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mindspore as ms
@@ -34,6 +35,7 @@ from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.context import Samples, cut_samples
 from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.expert import Balancer, bias_names, cut_experts
 from ms_zero.recipes.moe import build_decoder
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
 from ms_zero.recipes.tensor import CutModel, cut_model
@@ -58,6 +60,7 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
     model = build_model(config.model) if model is None else model
     values = seeded_values(model, config.train.seed)
     cut = cut_model(model, config.model, pmesh, split_sequence=config.parallel.sequence_parallel)
+    cut = replace(cut, placements=cut_experts(model, pmesh, cut.placements))
     samples = cut_samples(model, pmesh, config.parallel.context)
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
@@ -78,6 +81,7 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
         notes=notes,
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
+        balancer=build_balancer(config, model, sharded, pmesh),
         samples=samples,
     )
 
@@ -119,6 +123,7 @@ def _build_pipeline(
         notes=[*notes, f"pipeline: schedule {config.parallel.schedule}, {part.describe()}"],
         loss_sum=cut.loss_sum,
         spans_of=cut.spans_of,
+        balancer=build_balancer(config, part.cell, sharded, pmesh),
         samples=samples,
     )
 
@@ -159,6 +164,11 @@ def describe_sharding(config: RunConfig, policy: Policy) -> list[str]:
     if parallel.tp > 1:
         sequence = " and along the sequence" if parallel.sequence_parallel else ""
         lines.append(f"tensor parallelism: weights and activations cut over {parallel.tp} ranks{sequence}")
+    if parallel.ep > 1:
+        copies = parallel.dp_shard * parallel.cp // parallel.ep
+        lines.append(
+            f"expert parallelism: experts cut over {parallel.ep} ranks, their states sharded over {copies}"
+        )
     if parallel.cp > 1:
         lines.append(f"context parallelism: samples cut over {parallel.cp} ranks, {parallel.context}")
     if offload.optimizer != "none":
@@ -200,11 +210,22 @@ def build_sharded(
         grid=None if working.grid is None else DTYPES[working.grid],
         in_fp32=fp32_parameters(model).__contains__,
         key_of=models.decay_names(model).__contains__,
+        keep=bias_names(model).__contains__,
         scaler=build_scaler(config.precision),
         wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
         placements=placements,
         part_of=part_of,
     )
+
+
+def build_balancer(
+    config: RunConfig, model: nn.Cell, sharded: Sharded, pmesh: ProcessMesh
+) -> Balancer | None:
+    """What moves the biases of the routers on this rank; None: there are none."""
+    if not bias_names(model):
+        return None
+    group = pmesh.group(*DATA_AXES, "cp")
+    return Balancer(model, sharded, pmesh.comm, group, speed=config.model.router_bias_speed)
 
 
 def apply_memory(config: RunConfig, model: nn.Cell) -> list[str]:

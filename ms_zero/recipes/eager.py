@@ -11,10 +11,11 @@ from ms_zero import kernels
 from ms_zero._compat import no_grad, tape
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
-from ms_zero.data import NO_RESETS, DocumentResets
+from ms_zero.data import IGNORED_LABEL, NO_RESETS, DocumentResets
 from ms_zero.models.dropout import DropoutState
 from ms_zero.optim.optimizer import Optimizer
 from ms_zero.recipes.context import Samples, WholeSamples
+from ms_zero.recipes.expert import Balancer
 from ms_zero.recipes.state import gradient_shards, load_state, state_shards
 from ms_zero.zero.sharded import Sharded
 
@@ -24,7 +25,8 @@ class GradientSummary:
     """Global facts about one step, equal on all ranks.
 
     Attributes:
-        loss: mean over the valid tokens of the global batch, in nats.
+        loss: mean over the valid tokens of the global batch, in nats; with the auxiliary loss of a model that
+            has one.
         sum_of_squares: of the summed gradient; not finite when any element is not.
     """
 
@@ -48,12 +50,14 @@ class EagerEngine:
         notes: Sequence[str] = (),
         loss_sum: nn.Cell | None = None,
         spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        balancer: Balancer | None = None,
         samples: Samples | None = None,
     ) -> None:
         """Join the parts.
 
         Args:
-            model: maps input_ids int32 [B, T] and the arguments that ``resets`` asks for to logits [B, T, V].
+            model: maps input_ids int32 [B, T] and the arguments that ``resets`` asks for to logits [B, T, V],
+                or to these and an auxiliary loss of each sequence [B].
             sharded: holds the model's parameters.
             optimizer: updates them.
             comm: the communicator.
@@ -64,6 +68,7 @@ class EagerEngine:
             loss_sum: maps logits [B T, V] and labels int32 [B T] to the summed token loss; None:
                 `kernels.CrossEntropySum`.
             spans_of: length of a sequence -> the token ranges that the model's dropouts see; None: all.
+            balancer: of a model whose routers balance by a bias.
             samples: what this rank computes of the samples; None: all of them.
         """
         self.model, self.notes = model, tuple(notes)
@@ -73,7 +78,7 @@ class EagerEngine:
         self.optimizer = optimizer
         self._comm, self._group, self._resets = comm, group, resets
         self._loss_sum = kernels.CrossEntropySum() if loss_sum is None else loss_sum
-        self._spans_of = spans_of
+        self._spans_of, self._balancer = spans_of, balancer
         self._samples = WholeSamples() if samples is None else samples
         self._loss_of_step: Tensor | None = None
 
@@ -117,15 +122,19 @@ class EagerEngine:
     def update(self, *, lr: float, grad_scale: float) -> None:
         """Apply the reduced gradient; follows :meth:`reduce`."""
         self.optimizer.apply(lr=lr, grad_scale=grad_scale)
+        if self._balancer is not None:
+            self._balancer.apply()
 
     def discard(self) -> None:
         """Drop the reduced gradient of a skipped step; the loss scale follows."""
         self.sharded.end_step(applied=False)
+        if self._balancer is not None:
+            self._balancer.discard()
 
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
-        """Summed token loss of one batch without gradients, in nats."""
+        """Summed token loss of one batch without gradients, in nats; auxiliary losses as in training."""
         with no_grad(), self._without_dropout():
             return float(self._samples.total(self._loss(input_ids, labels, document_starts)).asnumpy())
 
@@ -140,15 +149,24 @@ class EagerEngine:
 
     def _loss(self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None) -> Tensor:
         inputs = self._inputs(input_ids, document_starts)
-        logits = self.model(inputs.pop("input_ids"), **inputs)
-        return self._loss_of(logits, self._samples.labels(labels))
+        result = self.model(inputs.pop("input_ids"), **inputs)
+        return self._loss_of(result, self._samples.labels(labels))
 
     def _inputs(self, input_ids: np.ndarray, document_starts: np.ndarray | None) -> dict[str, Tensor]:
         arrays = self._samples.inputs(input_ids, document_starts, self._resets)
         return {name: Tensor(array) for name, array in arrays.items()}
 
-    def _loss_of(self, logits: Tensor, labels: np.ndarray) -> Tensor:
-        return self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
+    def _loss_of(self, result: Tensor | tuple[Tensor, Tensor], labels: np.ndarray) -> Tensor:
+        """Summed token loss; the auxiliary loss of a sequence is added to that of each of its valid tokens.
+
+        So the loss of a step is the same however its sequences are spread over microbatches and ranks.
+        """
+        logits, aux = result if isinstance(result, tuple) else (result, None)
+        loss = self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
+        if aux is None:
+            return loss
+        valid = Tensor((labels != IGNORED_LABEL).sum(1, dtype=np.float32))
+        return loss + ops.ReduceSum()(aux * valid)
 
     def first_nonfinite(self) -> str | None:
         """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""

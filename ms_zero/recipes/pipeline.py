@@ -6,7 +6,7 @@ package's models. Microbatches of a step are collected and then run together, as
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -26,9 +26,10 @@ from ms_zero.parallel import Placement, Placements, Replicas
 from ms_zero.pipeline.balance import balance, explicit, stage_of
 from ms_zero.pipeline.runtime import Outcome, Pipeline, Tensors
 from ms_zero.pipeline.schedule import Schedule
-from ms_zero.pipeline.stage import Chain, Staged, cell_at, shared_names, split
+from ms_zero.pipeline.stage import Chain, Hidden, Staged, cell_at, shared_names, split
 from ms_zero.recipes.context import Samples
 from ms_zero.recipes.eager import EagerEngine
+from ms_zero.recipes.expert import Balancer
 from ms_zero.recipes.state import load_state
 from ms_zero.zero.sharded import Sharded
 
@@ -37,7 +38,7 @@ from ms_zero.zero.sharded import Sharded
 
 def chain_of(model: nn.Cell) -> Chain:
     """How a model of this package is split; raises UserError for another."""
-    known = {models.GPT: _GPT, models.Llama: _LLAMA}
+    known = {models.GPT: _GPT, models.Llama: _LLAMA, models.MoEDecoder: _MOE}
     if type(model) not in known:
         raise UserError(f"pipeline: {type(model).__name__} has no Chain: pass one that says how it is split")
     return known[type(model)]
@@ -72,6 +73,20 @@ def _llama_end(cell: nn.Cell, hidden: Tensor) -> Tensor:
     return cell.lm_head(cell.model.norm(hidden)).astype(ms.float32)
 
 
+def _moe_begin(cell: nn.Cell, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    no_loss = np.zeros(inputs["input_ids"].shape[0], np.float32)
+    return _llama_begin(cell, inputs), Tensor(no_loss)
+
+
+def _moe_context(cell: nn.Cell, hidden: tuple[Tensor, Tensor], inputs: Mapping[str, Any]) -> tuple:
+    return _llama_context(cell, hidden[0], inputs)
+
+
+def _moe_end(cell: nn.Cell, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, aux = hidden
+    return _llama_end(cell, x), aux
+
+
 def _mask(document_mask: nn.Cell, hidden: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
     starts = inputs.get("document_starts")
     return None if starts is None else document_mask(starts, hidden)
@@ -93,6 +108,7 @@ _LLAMA = Chain(
     context=_llama_context,
     end=_llama_end,
 )
+_MOE = replace(_LLAMA, begin=_moe_begin, context=_moe_context, end=_moe_end)
 
 # Splitting
 
@@ -221,8 +237,8 @@ class _Microbatch:
     set_position: Callable[[], None]
 
 
-# (logits, labels) -> summed token loss
-_Loss = Callable[[Tensor, np.ndarray], Tensor]
+# (the model's result, labels) -> summed token loss
+_Loss = Callable[[Hidden, np.ndarray], Tensor]
 
 
 class _Work:
@@ -240,10 +256,13 @@ class _Work:
         current = self._microbatches[microbatch]
         current.set_position()
         self._sharded.select((stage, microbatch))
-        result = self._cell(stage, inputs[0] if inputs else None, current.inputs)
+        # Where something is only added to what is carried, its gradient arrives as the very tensor that it
+        # started from; on CPU the framework cannot give that to a leaf (it has no kernel Clone).
+        carried = tuple(other * 1.0 for other in inputs[1:])
+        result = self._cell(stage, inputs[0] if inputs else None, current.inputs, carried=carried)
         if stage == self._cell.num_stages - 1:
             result = self._loss(result, current.labels)
-        return (result,)
+        return result if isinstance(result, tuple) else (result,)
 
     def loss_gradient(self, microbatch: int, loss: Tensor) -> Tensor:
         weight = self._microbatches[microbatch].weight * self._sharded.loss_scale
@@ -282,6 +301,7 @@ class PipelineEngine(EagerEngine):
         notes: Sequence[str] = (),
         loss_sum: nn.Cell | None = None,
         spans_of: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        balancer: Balancer | None = None,
         samples: Samples | None = None,
     ) -> None:
         """Join the parts.
@@ -299,6 +319,7 @@ class PipelineEngine(EagerEngine):
             notes: what the log should say about the parts.
             loss_sum: as in `EagerEngine`.
             spans_of: as in `EagerEngine`.
+            balancer: as in `EagerEngine`.
             samples: as in `EagerEngine`.
         """
         super().__init__(
@@ -312,6 +333,7 @@ class PipelineEngine(EagerEngine):
             notes=notes,
             loss_sum=loss_sum,
             spans_of=spans_of,
+            balancer=balancer,
             samples=samples,
         )
         self._part, self._stages, self._schedule = part, stages, cache(schedule)

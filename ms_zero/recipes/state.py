@@ -25,6 +25,10 @@ def gradient_shards(sharded: Sharded) -> Iterator[tuple[Shard, np.ndarray]]:
 
 def state_shards(sharded: Sharded, optimizer: Optimizer) -> Iterator[tuple[Shard, np.ndarray]]:
     """This rank's part of parameters and optimizer state; together the ranks cover all once."""
+    for name, param in sharded.kept.items():
+        if sharded.saves_kept(name):
+            values = as_dtype(param, ms.float32).asnumpy().reshape(-1)
+            yield _shard(sharded, "model.", name, 0, values.size), values
     for bucket in sharded.all_buckets:
         if not (bucket.has_gradient and MASTER in optimizer.kinds):
             values = as_dtype(bucket.store, ms.float32).asnumpy()
@@ -48,12 +52,15 @@ def load_state(
     Raises:
         UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
     """
-    names = {name: name in sharded.trained for name in sharded.names} | dict(elsewhere or {})
+    names = {name: name in sharded.trained for name in (*sharded.names, *sharded.kept)}
+    names |= elsewhere or {}
     trained = [name for name, is_trained in names.items() if is_trained]
     state = {f"{_prefix(kind)}{name}" for kind in optimizer.kinds for name in trained}
     checkpoint.check_names(state | {f"model.{name}" for name in names})
     weights = _stored_values(checkpoint, "model.", sharded)
     sharded.close_windows()
+    for name, param in sharded.kept.items():
+        sharded.write_kept(name, weights(name, 0, param.size))
     for bucket in sharded.all_buckets:
         bucket.fill(weights)
     for index, bucket in enumerate(sharded.buckets):
@@ -79,7 +86,8 @@ def _pieces(
 
 def _shard(sharded: Sharded, prefix: str, name: str, start: int, stop: int) -> Shard:
     """A flat range of a parameter as it is on this rank."""
-    box = sharded.placements.box(name, sharded.names[name])
+    shape = sharded.names[name] if name in sharded.names else tuple(sharded.kept[name].shape)
+    box = sharded.placements.box(name, shape)
     return Shard(prefix + name, box.global_shape, "float32", box.offset, box.shape, start, stop)
 
 

@@ -399,6 +399,7 @@ def _plain_run(config: RunConfig, frozen: Sequence[str], micro_batch_size: int) 
         seed=config.train.seed,
         half=half,
         scale=PlainScale(config.precision),
+        bias_speed=getattr(config.model, "router_bias_speed", 0.0),
     )
 
 

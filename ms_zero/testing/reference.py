@@ -20,6 +20,7 @@ from mindspore import Tensor, nn
 from ms_zero import kernels
 from ms_zero.config import OptimConfig, PrecisionConfig
 from ms_zero.data import IGNORED_LABEL, NO_RESETS, Batch, DocumentResets, Loader
+from ms_zero.models import take_loads
 from ms_zero.optim.schedule import Schedule
 
 
@@ -129,6 +130,7 @@ class ReferenceRun:
         seed: int = 0,
         half: Half | None = None,
         scale: PlainScale | None = None,
+        bias_speed: float = 0.0,
     ) -> None:
         """Join the parts.
 
@@ -142,10 +144,12 @@ class ReferenceRun:
             seed: of dropout.
             half: training in 16 bits; None: in fp32.
             scale: of the loss; None: 1.
+            bias_speed: what the bias of an expert moves by in a step.
         """
         self.model = model
         self._loader, self._schedule, self._optim, self._decayed = loader, schedule, optim, decayed
         self._resets, self._seed, self._half, self._scale = resets, seed, half, scale
+        self._bias_speed = bias_speed
         self._params = dict(model.parameters_and_names())
         self._trained = [name for name, param in self._params.items() if param.requires_grad]
         self._masters = {name: param.asnumpy().copy() for name, param in self._params.items()}
@@ -177,6 +181,7 @@ class ReferenceRun:
         if is_finite:
             clip = self._optim.clip_norm
             self._update(grads, clip / norm if 0 < clip < norm else 1.0)
+        self._move_biases(is_finite)
         if self._scale is not None:
             self._scale.follow(is_finite)
         self._num_steps += 1
@@ -198,11 +203,15 @@ class ReferenceRun:
         """Summed token loss of some samples, and the gradient of ``weight`` times it."""
         self._set_dropout_position(batch)
         arguments = self._resets.arguments(batch.document_starts)
+        valid = Tensor((batch.labels != IGNORED_LABEL).sum(axis=1).astype(np.float32))
         extra = {name: Tensor(array) for name, array in arguments.items()}
 
         def weighted(ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self.model(ids, **extra)
+            result = self.model(ids, **extra)
+            logits, aux = result if isinstance(result, tuple) else (result, None)
             loss = self._loss_sum(logits.reshape((-1, logits.shape[-1])), labels)
+            if aux is not None:  # of each sequence, once for each of its tokens
+                loss = loss + (aux * valid).sum()
             return loss * Tensor(weight), loss
 
         params = [self._params[name] for name in self._trained]
@@ -219,6 +228,14 @@ class ReferenceRun:
         if state is not None:
             numbers = batch.sample_numbers.tolist()
             state.set_position(seed=self._seed, step=self._num_steps, sample_numbers=numbers)
+
+    def _move_biases(self, is_applied: bool) -> None:
+        """Experts with less than the mean load of the batch become more likely, the others less."""
+        for name, load in take_loads(self.model).items():
+            if is_applied:
+                direction = np.sign(load.mean() - load)
+                self._masters[name] = (self._masters[name] + self._bias_speed * direction).astype(np.float32)
+                self._params[name].data = Tensor(self._masters[name])
 
     def _update(self, grads: dict[str, np.ndarray], clip_scale: float) -> None:
         lr = self._schedule(self._num_updates)

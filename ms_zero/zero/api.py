@@ -40,6 +40,8 @@ from ms_zero.zero.units import Wrap
 # Ranks that see different data, or different tokens of it, and train one model; those that share its states.
 _DATA = ("dp_replicate", "dp_shard", "cp")
 _SHARD = ("dp_shard", "cp")
+# Those of them that hold the same experts.
+_SAME_EXPERTS = ("dp_replicate", "edp")
 # Set on a Cell that was sharded.
 _SHARDED = "sharded_by_zero"
 
@@ -74,8 +76,7 @@ class ShardedModel(Sharded):
             weight: factor on the loss.
             last: whether the step has no further microbatch; gradients are complete after that.
         """
-        num_ranks = self.groups.shard.size * self.groups.replica.size
-        super().backward(loss, weight=weight / num_ranks, last=last)
+        super().backward(loss, weight=weight / self.groups.num_ranks, last=last)
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The stored parameters, by logical name. With ``full`` collective in stage 3: call it on all ranks.
@@ -96,9 +97,8 @@ class ShardedModel(Sharded):
                 first = piece.slot.start + piece.start - bucket.stored[0]
                 values = held[first : first + piece.stop - piece.start].copy()
                 ranges.setdefault(piece.slot.name, []).append((piece.start, piece.stop, values))
-        if self.groups.shard.index == self.groups.replica.index == 0:
-            ranges |= {name: [(0, value.size, value.reshape(-1))] for name, value in kept.items()}
-        return ranges
+        saved = {name: value for name, value in kept.items() if self.saves_kept(name)}
+        return ranges | {name: [(0, value.size, value.reshape(-1))] for name, value in saved.items()}
 
     def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
         """Take the parameters from whole arrays; each rank copies its part.
@@ -127,13 +127,15 @@ class ShardedModel(Sharded):
 
     def _whole(self, name: str, part: Tensor) -> np.ndarray:
         """A whole parameter, given this rank's part."""
-        if not self.placements.groups:
+        parts = self.placements.parts(name)
+        groups = (*([] if parts is None else [parts]), *self.placements.groups)
+        if not groups:
             return part.asnumpy().copy()
         box, values = self.placements.box(name, part.shape), part.asnumpy()
         whole = np.zeros(box.global_shape, np.float32)
         if is_first(self.placements.replicas(name)):
             box.take(whole)[...] = values
-        for group in self.placements.groups:
+        for group in groups:
             whole = self._comm.all_reduce(Tensor(whole), group).asnumpy()
         return whole.astype(values.dtype)
 
@@ -186,6 +188,8 @@ def shard(
     options = replace(options or Options(stage=stage), stage=stage, policy=chosen)
     kept = kept_parameters(cell, keep)
     _check_unsharded(cell)
+    if all(name in kept for name, _ in cell.parameters_and_names()):
+        raise UserError(f"zero: {type(cell).__name__} has no parameters that could be sharded")
     _check_agreement(cell, mesh, options)
     if values is not None and placements is not None:
         values = placements.local_values(values)
@@ -194,7 +198,7 @@ def shard(
     autocast(cell, chosen, device_target(), fp32=fp32)
     model = ShardedModel(
         cell,
-        values or _first_rank_values(cell, mesh, kept),
+        values or _first_rank_values(cell, mesh, kept, placements or Placements()),
         options,
         comm=mesh.comm,
         groups=data_groups(mesh, stage),
@@ -212,11 +216,18 @@ def shard(
 
 
 def data_groups(mesh: ProcessMesh, stage: int) -> Groups:
-    """Stage 0 treats all data-parallel ranks alike; the others shard within ``dp_shard`` x ``cp``."""
+    """Stage 0 treats all data-parallel ranks alike; the others shard within ``dp_shard`` x ``cp``.
+
+    Experts that are cut over ``ep`` are shared by those of these ranks that hold the same ones.
+    """
+    has_experts = mesh.mesh.ep > 1
     if stage > 0:
-        return Groups(shard=mesh.group(*_SHARD), replica=mesh.group("dp_replicate"))
+        replica = mesh.group("dp_replicate")
+        experts = Groups(mesh.group("edp"), replica) if has_experts else None
+        return Groups(mesh.group(*_SHARD), replica, experts)
     alone = mesh.comm.new_group((mesh.rank,), "replica")
-    return Groups(shard=mesh.group(*_DATA), replica=alone)
+    experts = Groups(mesh.group(*_SAME_EXPERTS), alone) if has_experts else None
+    return Groups(mesh.group(*_DATA), alone, experts)
 
 
 def _default_scaler(chosen: Policy) -> LossScaler | None:
@@ -249,11 +260,13 @@ def _check_agreement(cell: nn.Cell, mesh: ProcessMesh, options: Options) -> None
         )
 
 
-def _first_rank_values(cell: nn.Cell, mesh: ProcessMesh, kept: Collection[str]) -> ValueSource:
+def _first_rank_values(
+    cell: nn.Cell, mesh: ProcessMesh, kept: Collection[str], placements: Placements
+) -> ValueSource:
     """The values that the parameters have on the first data-parallel rank; kept ones are set to them."""
-    group = mesh.group(*_DATA)
     arrays = {}
     for name, param in cell.parameters_and_names():
+        group = mesh.group(*(_DATA if placements.parts(name) is None else _SAME_EXPERTS))
         if param.is_meta:
             raise UserError(
                 f"zero: parameter {name} has no values: pass values=(name, start, stop) -> array to shard()"

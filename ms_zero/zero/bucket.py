@@ -22,6 +22,7 @@ from mindspore import Tensor
 
 from ms_zero import kernels
 from ms_zero.zero.convert import as_dtype
+from ms_zero.zero.groups import Groups
 from ms_zero.zero.layout import BucketLayout
 
 # (parameter name, start, stop) -> the values of that flat range, fp32
@@ -37,7 +38,7 @@ class Bucket:
         values: ValueSource,
         *,
         dtype: ms.Type,
-        chunk_index: int,
+        groups: Groups,
         is_sharded: bool,
         on_host: bool,
         has_gradient: bool,
@@ -48,15 +49,15 @@ class Bucket:
             layout: the slots.
             values: the initial values, asked for range by range and never for more than the store holds.
             dtype: of the store.
-            chunk_index: which chunk this rank owns.
+            groups: who shares the parameters; this rank owns the chunk of its place in the shard group.
             is_sharded: whether the store is only that chunk.
             on_host: whether the store is in host memory.
             has_gradient: whether the parameters are trained.
         """
-        self.layout, self.dtype, self.has_gradient = layout, dtype, has_gradient
+        self.layout, self.dtype, self.groups, self.has_gradient = layout, dtype, groups, has_gradient
         self._item_bytes = 4 if dtype == ms.float32 else 2
         self.is_sharded = is_sharded
-        self.chunk = layout.chunk(chunk_index)
+        self.chunk = layout.chunk(groups.shard.index)
         self.stored = self.chunk if is_sharded else (0, layout.padded_size)
         initial = self.encode(self.assemble(values, *self.stored))
         # On CPU host and device are one memory; the store is still kept apart and copied like another's.

@@ -50,8 +50,6 @@ class GradientReducer:
         units_of: Sequence[frozenset[int]],
         *,
         comm: Communicator,
-        shard_group: Group,
-        replica_group: Group,
         partial_groups: Sequence[Sequence[Group]],
         wire_dtype: ms.Type,
         kept_dtype: ms.Type,
@@ -61,11 +59,10 @@ class GradientReducer:
         """Start with no gradient.
 
         Args:
-            buckets: with trained parameters, in the order in which backward is expected to finish them.
+            buckets: with trained parameters, in the order in which backward is expected to finish them; each
+                is reduced over its own groups.
             units_of: per bucket the numbers of the units that have a parameter in it.
             comm: the communicator.
-            shard_group: ranks that see different data and own the chunks.
-            replica_group: ranks that own the same chunk and see different data; may be of size 1.
             partial_groups: per bucket further groups of ranks that own the same chunk, each with a part of
                 the gradient's sum.
             wire_dtype: of a reduction.
@@ -75,9 +72,10 @@ class GradientReducer:
         """
         self.buckets = list(buckets)
         self._units_of = list(units_of)
-        self._comm, self._shard_group = comm, shard_group
-        replicas = [replica_group] if replica_group.size > 1 else []
-        self._sum_groups = [[*replicas, *groups] for groups in partial_groups]
+        self._comm = comm
+        replicas = [bucket.groups.replica for bucket in self.buckets]
+        pairs = zip(replicas, partial_groups, strict=True)
+        self._sum_groups = [[replica] * (replica.size > 1) + list(groups) for replica, groups in pairs]
         self._wire_dtype, self._kept_dtype = wire_dtype, kept_dtype
         self._synchronise, self._in_order = synchronise, in_order
         self._is_last = False
@@ -251,7 +249,7 @@ class GradientReducer:
             self._reduce(bucket, as_dtype(total, self._wire_dtype))
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> None:
-        self._in_flight.append((bucket, self._comm.reduce_scatter_async(flat, self._shard_group)))
+        self._in_flight.append((bucket, self._comm.reduce_scatter_async(flat, bucket.groups.shard)))
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._collect()
 

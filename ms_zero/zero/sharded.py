@@ -19,7 +19,8 @@ per trained bucket :meth:`Sharded.gradient`, :meth:`Sharded.owned_values`, the o
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import mindspore as ms
@@ -28,7 +29,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
 from ms_zero._compat import backward, clear_grads, needs_gradient, reset_backward_hooks
-from ms_zero.comm import Communicator, Group
+from ms_zero.comm import Communicator
 from ms_zero.errors import UserError
 from ms_zero.parallel.placement import Placements, Replicas, is_first
 from ms_zero.precision.policy import DTYPES, Policy
@@ -36,24 +37,12 @@ from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 from ms_zero.zero.bucket import Bucket, ValueSource
 from ms_zero.zero.convert import as_dtype, part_of
 from ms_zero.zero.gradients import GradientReducer
+from ms_zero.zero.groups import Groups
 from ms_zero.zero.layout import BucketLayout, ParamSpec, plan_buckets
 from ms_zero.zero.units import UnitSpec, Wrap, plan_units, wrap_blocks
 from ms_zero.zero.windows import Place, Unit, Windows
 
 MAX_STAGE = 3
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Who shares what.
-
-    Attributes:
-        shard: ranks that see different data and own one chunk each.
-        replica: ranks that own the same chunk and see different data (HSDP); of size 1 without replicas.
-    """
-
-    shard: Group
-    replica: Group
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,7 @@ class Sharded:
             grid: dtype to whose values working values are rounded, or None.
             in_fp32: whether a parameter works in fp32 whatever ``working`` is.
             key_of: group of a trained parameter; buckets never mix groups.
-            keep: whether a parameter that is not trained stays as it is, outside of buckets.
+            keep: whether a parameter that is not trained stays outside of buckets, whole, in its own dtype.
             wrap: which cells are units; None: repeated blocks.
             scaler: of the loss; None: a fixed scale of 1.
             placements: where the model's parameters lie in the whole ones; None: they are whole.
@@ -137,15 +126,20 @@ class Sharded:
         self.scaler = scaler or StaticLossScaler()
         self.loss_scale = self.scaler.scale
         self.kept = {name: param for name, param in model.parameters_and_names() if keep(name)}
+        self._fill_kept()
         params = {name: param for name, param in model.parameters_and_names() if name not in self.kept}
-        if not params:
-            raise UserError(f"zero: {type(model).__name__} has no parameters that could be sharded")
         self.names = {name: tuple(param.shape) for name, param in params.items()}
         self.trained = {name for name, param in params.items() if param.requires_grad}
         specs = plan_units(model, wrap or wrap_blocks(model), leave_out=self.kept)
-        replicas_of = self.placements.replicas
         layouts = self._plan(
-            specs, lambda name: (name in self.trained, key_of(name), replicas_of(name), part_of(name))
+            specs,
+            lambda name: (
+                name in self.trained,
+                key_of(name),
+                self.placements.replicas(name),
+                self._groups_of(name),
+                part_of(name),
+            ),
         )
         self.all_buckets = [self._bucket(layout) for layout in layouts]
         self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
@@ -160,7 +154,6 @@ class Sharded:
             model,
             self.units,
             comm=comm,
-            group=groups.shard,
             reshard_after_forward=options.reshard_after_forward,
             prefetch=options.prefetch,
             on_unit_end=self._reducer.end_unit,
@@ -280,8 +273,10 @@ class Sharded:
 
     def gradient(self, index: int) -> Tensor:
         """The reduced gradient of a trained bucket over the range that this rank updates."""
-        reduced = self.buckets[index].reduced
-        return reduced if self.is_sharded else self._comm.all_gather(reduced, self.groups.shard)
+        bucket = self.buckets[index]
+        if self.is_sharded:
+            return bucket.reduced
+        return self._comm.all_gather(bucket.reduced, bucket.groups.shard)
 
     def owned(self, index: int) -> tuple[int, int]:
         """The range of a trained bucket that this rank updates: its chunk, or all of it in stage 0."""
@@ -300,7 +295,7 @@ class Sharded:
         """Give updated parameters to all ranks that store them."""
         bucket = self.buckets[index]
         is_part = self.owned(index) != bucket.stored
-        bucket.write(self._comm.all_gather(values, self.groups.shard) if is_part else values)
+        bucket.write(self._comm.all_gather(values, bucket.groups.shard) if is_part else values)
 
     def initial_values(self, index: int) -> np.ndarray:
         """The unrounded initial values of the owned range, fp32, for master weights."""
@@ -330,7 +325,17 @@ class Sharded:
 
     def saves(self, bucket: Bucket) -> tuple[int, int]:
         """The range that this rank writes to a checkpoint; together the ranks cover everything once."""
-        return bucket.chunk if self.groups.replica.index == 0 and is_first(_replicas(bucket)) else (0, 0)
+        return bucket.chunk if bucket.groups.replica.index == 0 and is_first(_replicas(bucket)) else (0, 0)
+
+    def saves_kept(self, name: str) -> bool:
+        """Whether this rank is the one that writes a parameter outside of buckets to a checkpoint."""
+        is_first_copy = self.groups.shard.index == self.groups.replica.index == 0
+        return is_first_copy and is_first(self.placements.replicas(name))
+
+    def write_kept(self, name: str, values: np.ndarray) -> None:
+        """Overwrite a parameter outside of buckets, on this rank."""
+        param = self.kept[name]
+        param.data = Tensor(values.reshape(param.shape)).astype(param.dtype)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds now: "weights", "host_weights" and "gradients" in buckets,
@@ -365,27 +370,42 @@ class Sharded:
     def whole_values(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole stored value of every parameter, bucket by bucket. Collective in stage 3."""
         for bucket in self.all_buckets:
-            shard_group = self.groups.shard
-            full = self._comm.all_gather(bucket.store, shard_group) if bucket.is_sharded else bucket.store
+            full = bucket.store
+            if bucket.is_sharded:
+                full = self._comm.all_gather(full, bucket.groups.shard)
             for slot in bucket.layout.slots:
                 yield slot.name, slot.view(full)
 
+    def _fill_kept(self) -> None:
+        for name, param in self.kept.items():
+            if param.is_meta:
+                self.write_kept(name, self._values(name, 0, prod(param.shape)))
+
     def _plan(self, specs: Sequence[UnitSpec], key: Callable[[str], Hashable]) -> list[BucketLayout]:
-        degree = self.groups.shard.size
         if self.options.stage == MAX_STAGE:
-            units = [[ParamSpec(n, self.names[n], key(n)) for n in spec.params] for spec in reversed(specs)]
-            whole = [plan_buckets(unit, max_elements=2**62, degree=degree) for unit in units]
-            return [layout for layouts in whole for layout in layouts]
-        params = [ParamSpec(name, shape, key(name)) for name, shape in self.names.items()]
-        limit = max(1, self.options.bucket_bytes // self.options.policy.weight_bytes)
-        return plan_buckets(params, max_elements=limit, degree=degree)
+            units, limit = [spec.params for spec in reversed(specs)], 2**62
+        else:
+            units = [tuple(self.names)]
+            limit = max(1, self.options.bucket_bytes // self.options.policy.weight_bytes)
+        params = [[ParamSpec(name, self.names[name], key(name)) for name in unit] for unit in units]
+        planned = [plan_buckets(unit, max_elements=limit, degree=1) for unit in params]
+        return [
+            replace(layout, degree=_groups(layout).shard.size) for layouts in planned for layout in layouts
+        ]
+
+    def _groups_of(self, name: str) -> Groups:
+        """Who shares a parameter."""
+        if self.placements.parts(name) is None:
+            return self.groups
+        assert self.groups.experts is not None, f"no groups for the experts' parameter {name}"
+        return self.groups.experts
 
     def _bucket(self, layout: BucketLayout) -> Bucket:
         return Bucket(
             layout,
             self._values,
             dtype=DTYPES[self.options.policy.param],
-            chunk_index=self.groups.shard.index,
+            groups=_groups(layout),
             is_sharded=self.options.stage == MAX_STAGE,
             on_host=self.options.params_on_host,
             has_gradient=layout.key[0],
@@ -410,8 +430,6 @@ class Sharded:
             self.buckets,
             [frozenset(unit_of[slot.name] for slot in bucket.layout.slots) for bucket in self.buckets],
             comm=self._comm,
-            shard_group=self.groups.shard,
-            replica_group=self.groups.replica,
             partial_groups=[
                 [axis.group for axis in _replicas(bucket) if axis.is_partial] for bucket in self.buckets
             ],
@@ -455,9 +473,14 @@ def _replicas(bucket: Bucket) -> tuple[Replicas, ...]:
     return bucket.layout.key[2]
 
 
+def _groups(layout: BucketLayout) -> Groups:
+    """Who shares the parameters of a bucket: the fourth part of the key."""
+    return layout.key[3]
+
+
 def _part(bucket: Bucket) -> Hashable:
-    """The part of the model that a bucket belongs to: the fourth part of the key."""
-    return bucket.layout.key[3]
+    """The part of the model that a bucket belongs to: the fifth part of the key."""
+    return bucket.layout.key[4]
 
 
 def _check_loss(loss: Tensor) -> None:

@@ -30,7 +30,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
 from ms_zero._compat import finish_queued, function_class, is_recording
-from ms_zero.comm import Communicator, Group, Handle
+from ms_zero.comm import Communicator, Handle
 from ms_zero.memory.tree import flatten, unflatten
 from ms_zero.zero.bucket import Bucket
 from ms_zero.zero.convert import as_dtype, part_of
@@ -103,7 +103,6 @@ class Windows:
         units: Sequence[Unit],
         *,
         comm: Communicator,
-        group: Group,
         reshard_after_forward: bool,
         prefetch: int,
         on_unit_end: Callable[[int], None],
@@ -114,12 +113,11 @@ class Windows:
             root: the model.
             units: all units; each parameter is a place of exactly one.
             comm: the communicator.
-            group: ranks that share the chunks of sharded buckets.
             reshard_after_forward: whether a recorded forward closes windows.
             prefetch: how many units are gathered ahead.
             on_unit_end: called with the unit's number when its backward in a microbatch is over.
         """
-        self._units, self._comm, self._group = list(units), comm, group
+        self._units, self._comm = list(units), comm
         self._reshard_after_forward, self._prefetch = reshard_after_forward, prefetch
         self._on_unit_end = on_unit_end
         self._in_backward = False
@@ -236,7 +234,7 @@ class Windows:
         if unit.is_open or unit.gathers:
             return
         for bucket in unit.sharded_buckets:
-            unit.gathers.append(self._comm.all_gather_async(bucket.store, self._group))
+            unit.gathers.append(self._comm.all_gather_async(bucket.store, bucket.groups.shard))
 
     def _open(self, unit: Unit) -> None:
         if unit.is_open:
