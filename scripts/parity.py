@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ms_zero.testing.context_matrix import context_cases
+from ms_zero.testing.expert_matrix import expert_cases, moe_cases
 from ms_zero.testing.parity import (
     Case,
     Plan,
@@ -96,8 +97,9 @@ def document_cases(folder: Path) -> list[Case]:
 
 
 def parallel_cases(quick: bool, scratch: Path) -> list[Case]:
-    """Tensor, sequence, pipeline and context parallelism, alone, together and with data parallelism."""
-    return [*tensor_cases(quick), *pipeline_cases(quick), *context_cases(quick, scratch)]
+    """Tensor, sequence, pipeline, context and expert parallelism, alone and together."""
+    dense = [*tensor_cases(quick), *pipeline_cases(quick), *context_cases(quick, scratch)]
+    return [*dense, *moe_cases(quick), *expert_cases(quick)]
 
 
 MATRICES: dict[str, Callable[[bool, Path], list[Case]]] = {
