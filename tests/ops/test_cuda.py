@@ -246,6 +246,7 @@ def test_aot_operator_refuses_what_does_not_fit(host):
     token, scalars, f = np.zeros(1, np.float32), scalars_of(), b"float32"
     assert call_aot(function, [a.p, a.m, a.v, a.g, scalars], [f] * 5) == 1
     assert call_aot(function, [a.p, a.m, a.v, a.g[:9], scalars, token], [f] * 6) == 2
+    assert call_aot(function, [a.p, a.m, a.v, a.g, scalars[:10], token], [f] * 6) == 2
     assert call_aot(function, [a.p, a.m, a.v, a.g, scalars, token], [f, b"float16", f, f, f, f]) == 3
     assert call_aot(function, [a.p, a.m, a.v, a.g, scalars, token], [f, f, f, b"int32", f, f]) == 4
 

@@ -104,7 +104,7 @@ MSZ_API int FusedAdamWAot(int nparam, void **params, int *ndims, int64_t **shape
   const bool hasLow = nparam == 7;
   const int64_t n = msz::elements(ndims[0], shapes[0]);
   for (int i = 0; i < nparam - 1; ++i)
-    if (i != 4 && msz::elements(ndims[i], shapes[i]) != n) return 2;
+    if (msz::elements(ndims[i], shapes[i]) != (i == 4 ? 16 : n)) return 2;
   for (int i : {0, 1, 2, 4, nparam - 1})
     if (msz::dtypeOf(dtypes[i]) != msz::kFp32) return 3;
   const MszAdamWTensor tensor{static_cast<float *>(params[0]), static_cast<float *>(params[1]),

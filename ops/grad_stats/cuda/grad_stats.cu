@@ -1,5 +1,6 @@
 // Sum of squares on a GPU: exact fp64 squares, a fixed tree in each thread block, blocks added in ascending order.
-// The number of blocks depends on n alone, so equal inputs give equal bits on every device.
+// The number of blocks depends on n alone, so equal inputs at addresses of equal alignment give equal bits on every
+// device.
 #include "abi.h"
 #include "vectors.cuh"
 
