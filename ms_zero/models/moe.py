@@ -239,16 +239,16 @@ class MoE(nn.Cell):
 
     def construct(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map x [B, T, H] to [B, T, H] and the auxiliary loss of each sequence, fp32 [B]."""
-        routing = self.router(x)
+        ids, weights, aux = self.router(x)  # hooks make a plain tuple of it
         tokens = x.reshape(-1, x.shape[-1])
-        y = self.dispatcher(tokens, routing.ids, weights=routing.weights, experts=self.experts)
+        y = self.dispatcher(tokens, ids, weights=weights, experts=self.experts)
         y = y.reshape(x.shape)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = self.sigmoid(self.shared_gate(x)) * shared
             y = y + shared
-        return y, routing.aux
+        return y, aux
 
 
 def routers(model: nn.Cell) -> Iterator[tuple[str, Router]]:
