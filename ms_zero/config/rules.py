@@ -439,20 +439,9 @@ def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
 
 
 def _check_recomputed_stages(facts: Facts) -> Iterator[tuple[str, str]]:
-    kind, name = facts.values["memory.recompute"], facts.values["parallel.schedule"]
-    if facts.values["parallel.pp"] == 1:
-        return
-    if kind in ("sqrt", "every_k", "budget"):
+    kind = facts.values["memory.recompute"]
+    if facts.values["parallel.pp"] > 1 and kind in ("sqrt", "every_k", "budget"):
         yield "memory.recompute", f"{kind} is not possible with stages; use full or selective"
-    elif kind != "none" and _splits_backward(name):
-        yield "memory.recompute", f"{kind} is not possible with schedule zb-h1; use none, or 1f1b"
-
-
-def _splits_backward(schedule: str) -> bool:
-    try:
-        return read_csv(Path(schedule)).splits_backward() if is_file(schedule) else schedule == "zb-h1"
-    except UserError:
-        return False
 
 
 def _check_offloaded_weights(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -900,10 +889,9 @@ _PARALLEL_RULES = (
         "MZ059",
         "Recompute stays within a stage",
         "error",
-        "sqrt, every_k and budget choose among all blocks of the model, and a pipeline cuts between blocks. "
-        "zb-h1 goes backwards twice through what was recorded, which recomputing does once.",
-        "Set memory.recompute to full, selective or none; with zb-h1 to none.",
-        ("parallel.pp", "parallel.schedule", "memory.recompute"),
+        "sqrt, every_k and budget choose among all blocks of the model, and a pipeline cuts between blocks.",
+        "Set memory.recompute to full, selective or none.",
+        ("parallel.pp", "memory.recompute"),
         _check_recomputed_stages,
     ),
     Rule(

@@ -2,7 +2,8 @@
 
 With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
 
-- tensor parallelism 8 b s h (t - 1)/t a layer, as all-reduces or as reduce-scatters and all-gathers;
+- tensor parallelism 8 b s h (t - 1)/t a layer, as all-reduces or as reduce-scatters and all-gathers, and
+  half of that at the ends of the model: the sum of the embedding and that of the gradient before the head;
 - context parallelism (ring) K and V forward, K, V and their gradients backward, (c - 1)/c of each; Ulysses
   1/c of Q, K, V and the result forward and of their gradients backward, (c - 1)/c of them leave;
 - expert parallelism two all-to-alls forward and two backward of k copies of a token, (e - 1)/e of them leave;
@@ -23,6 +24,11 @@ _FP32 = 4
 def tensor_parallel(tokens: float, hidden_size: int, degree: int) -> float:
     """Elements of one layer; ``tokens`` are those of the whole tensor-parallel group."""
     return 8 * tokens * hidden_size * (degree - 1) / degree
+
+
+def tensor_parallel_ends(tokens: float, hidden_size: int, degree: int) -> float:
+    """Elements of an embedding and a head that are cut by their vocabulary; ``tokens`` as of a layer."""
+    return tensor_parallel(tokens, hidden_size, degree) / 2
 
 
 def context_parallel(tokens: float, key_value_size: int, degree: int) -> float:
@@ -102,6 +108,13 @@ def _device_experts(shape: ModelShape, layout: Layout) -> float:
         number * device_layer_parameters(layer, shape.hidden_size, shape.norm, **degrees).experts / layout.pp
         for number, layer in shape.blocks
     )
+
+
+def end_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Bytes that tensor parallelism sends at both ends of the model in an optimizer step."""
+    tokens = layout.micro_batch_size * layout.seq_len / layout.cp
+    count, width = layout.microbatches, layout.precision.activation
+    return count * width * tensor_parallel_ends(tokens, shape.hidden_size, layout.tp)
 
 
 def _data_bytes(layout: Layout, parameters: float, degree: int) -> float:

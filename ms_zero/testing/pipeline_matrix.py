@@ -18,6 +18,18 @@ UNTIED = ("runs/quickstart", (*_ADAM, *_SHORT, "model.tie_embeddings=false"))
 DROPOUT = ("runs/quickstart", (*_ADAM, *_SHORT, "model.dropout=0.1"))
 LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT))
 DOCUMENTS = ("runs/llama-tiny", (*_ADAM, *_SHORT, "data.reset_attention=true", "data.reset_positions=true"))
+# In 16 bits plain steps: Adam's are relative, and let the rounding of small gradients show in full.
+_SGD = ("optim.kind=sgd", "optim.lr=0.05", "optim.warmup_steps=3")
+_OVERFLOW = (
+    "precision.policy=fp16",
+    "precision.initial_scale=1048576",
+    "precision.growth_interval=3",
+    "precision.hysteresis=2",
+)
+#: fp16 with a loss scale that starts too high: it overflows, recovers and grows.
+OVERFLOWING = ("runs/quickstart", (*_SGD, *_SHORT, *_OVERFLOW))
+FP16 = ("runs/quickstart", (*_SGD, *_SHORT, "precision.policy=fp16"))
+BF16 = ("runs/llama-tiny", (*_SGD, *_SHORT, "precision.policy=bf16"))
 TIED_LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT, "model.tie_embeddings=true"))
 _NAMES = MappingProxyType(
     {
@@ -27,6 +39,9 @@ _NAMES = MappingProxyType(
         LLAMA: "llama",
         TIED_LLAMA: "llama tied",
         DOCUMENTS: "llama documents",
+        OVERFLOWING: "gpt fp16 overflows",
+        FP16: "gpt fp16",
+        BF16: "llama bf16",
     }
 )
 
@@ -41,6 +56,8 @@ _QUICK = (
     (TIED_LLAMA, 2, 2, 6, ("parallel.schedule=zb-h1",)),
     (GPT, 4, 2, 3, ("parallel.zero_stage=3",)),
     (UNTIED, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
+    (FP16, 2, 2, 3, ()),
+    (GPT, 3, 3, 2, ("parallel.stage_layers=[2, 0, 2]", "parallel.schedule=zb-h1")),
 )
 _FURTHER = (
     (UNTIED, 2, 2, 1, ()),
@@ -65,6 +82,19 @@ _FURTHER = (
     (LLAMA, 2, 2, 4, ("memory.recompute=selective",)),
     (GPT, 2, 2, 3, ("offload.optimizer=cpu",)),
     (DOCUMENTS, 2, 2, 4, _INTERLEAVED),
+    (OVERFLOWING, 2, 2, 3, ()),
+    (OVERFLOWING, 4, 4, 3, ("parallel.schedule=gpipe",)),
+    (OVERFLOWING, 4, 2, 3, ("parallel.zero_stage=3", "parallel.schedule=zb-h1")),
+    (OVERFLOWING, 2, 1, 3, ()),
+    (OVERFLOWING, 4, 2, 6, ("parallel.tp=2", *_INTERLEAVED)),
+    (BF16, 2, 2, 4, ("parallel.schedule=zb-h1",)),
+    (BF16, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
+    (LLAMA, 2, 2, 4, ("parallel.schedule=zb-h1", "memory.recompute=full")),
+    (DROPOUT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.schedule=zb-h1", "memory.recompute=selective")),
+    (TIED_LLAMA, 4, 2, 3, ("parallel.zero_stage=2", "parallel.schedule=zb-h1", "memory.activations=host")),
+    (GPT, 4, 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.schedule=zb-h1")),
+    (LLAMA, 3, 3, 4, ("parallel.stage_layers=[0, 4, 0]", "parallel.zero_stage=3")),
+    (UNTIED, 3, 3, 4, ("parallel.stage_balance=time",)),
     (GPT, 4, 2, 3, ("parallel.tp=2",)),
     (DROPOUT, 4, 2, 4, ("parallel.tp=2", "parallel.sequence_parallel=true", *_INTERLEAVED)),
     (TIED_LLAMA, 4, 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true")),
@@ -74,7 +104,7 @@ _FURTHER = (
 
 
 def pipeline_cases(quick: bool) -> list[Case]:
-    """Two to four stages, every schedule, data and tensor parallelism, ZeRO 0 to 3, tied and untied."""
+    """Two to four stages, all schedules, data and tensor parallelism, ZeRO 0 to 3, tied or untied, 16 bits."""
     chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
     return [_case(*case) for case in chosen]
 

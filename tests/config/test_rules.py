@@ -332,14 +332,6 @@ CASES = [
         GPT,
     ),
     (
-        "MZ059",
-        "memory.recompute",
-        ["parallel.pp=2", "memory.recompute=full", "parallel.schedule=zb-h1"],
-        ["parallel.pp=2", "parallel.schedule=zb-h1"],
-        2,
-        GPT,
-    ),
-    (
         "MZ063",
         "offload.params",
         ["offload.params=cpu", "parallel.zero_stage=2"],

@@ -36,14 +36,52 @@ INTERLEAVED = (*PIPE, "parallel.schedule=interleaved", "parallel.virtual_stages=
 
 
 def test_a_pipeline_trains_like_one_process():
-    results = list(run_cases(pipeline_cases(quick=True), Plan(steps=3)))
+    results = list(run_cases(pipeline_cases(quick=True), Plan(steps=3, gradient_step=1)))
     wrong = [f"{result.case.name}: {result.divergence}" for result in results if result.divergence]
-    assert wrong == [] and len(results) == 6
+    assert wrong == [] and len(results) == 8
 
 
 def trainer_of(comm, *overrides):
     config = load_config("runs/quickstart", [*BASE, *overrides], comm.world_size).config
     return build_trainer(config, load_data(config), comm)
+
+
+# Stages down the ranks and up again, so that the first and the last one are on one rank.
+FOLDED = """\
+0F0,0F1,3F0,3B0,0F2,3F1,3B1,0B0,0F3,3F2,3B2,0B1,3F3,3B3,0B2,0B3
+1F0,2F0,1F1,2F1,2B0,1B0,1F2,2F2,2B1,1B1,1F3,2F3,2B2,1B2,2B3,1B3
+"""
+
+
+def shared_out(comm, path):
+    """Losses and norms of two steps, and calls and bytes of the reductions of the second, by layout."""
+    zero = "parallel.zero_stage=2"
+    layouts = {
+        "data": (zero, "parallel.dp_shard=4"),
+        "plain": (*PIPE, zero),
+        "uneven": (*PIPE, zero, "parallel.stage_layers=[4, 0]"),
+        "interleaved": (*INTERLEAVED, zero),
+        "folded": (*PIPE, zero, f"parallel.schedule={path}"),
+    }
+    found = {}
+    for name, layout in layouts.items():
+        trainer = trainer_of(comm, *layout, "train.accumulation_steps=auto", "train.micro_batch_size=1")
+        steps = [trainer.step()]
+        comm.counters.reset()
+        steps.append(trainer.step())
+        sent = comm.counters.total_bytes(op="reduce_scatter")
+        found[name] = [[[step.loss, step.grad_norm] for step in steps], sent]
+    return found
+
+
+def test_however_blocks_are_shared_out_numbers_and_reductions_are_the_same(tmp_path):
+    path = tmp_path / "folded.csv"
+    path.write_text(FOLDED)
+    for rank, found in enumerate(run_workers(4, shared_out, str(path), timeout_s=200)):
+        numbers = [values for values, _ in found.values()]
+        np.testing.assert_allclose(numbers, np.broadcast_to(numbers[0], np.shape(numbers)), rtol=2e-6)
+        # A chunk is reduced when it was visited, not whenever any of its rank was.
+        assert found["interleaved"][1] == found["plain"][1], rank
 
 
 def store(comm, trainer, root):
