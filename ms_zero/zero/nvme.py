@@ -252,9 +252,13 @@ def check_space(folder: str | Path, needed: int) -> None:
     free = space.f_bavail * space.f_frsize
     if free < needed:
         raise UserError(
-            f"offload.nvme_path: {folder} has {free / 1e9:.2f} GB free, the optimizer state of the ranks of "
-            f"this machine needs {needed / 1e9:.2f} GB: free space, lower offload.fraction or use more ranks"
+            f"offload.nvme_path: {folder} has {_size(free)} free, the optimizer state of the ranks of this "
+            f"machine needs {_size(needed)}: free space, lower offload.fraction or use more ranks"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:

@@ -177,18 +177,12 @@ class Sharded:
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """Wrap the backward of one microbatch; ``last`` says that the step has no further one."""
         self._reducer.begin(last=last, active=self._buckets_of(self._part))
-        complete = False
         try:
-            yield
-            self._reducer.end()
-            complete = True
+            with self._backward_pass():
+                yield
+                self._reducer.end()
         finally:
-            self._windows.close_all(complete=complete)
             self._windows.forget()
-            clear_grads(self._trained_params)
-            if not complete:
-                self._reducer.abandon()
-                reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
 
     def select(self, graph: Hashable, part: Hashable = None) -> None:
         """Say which graph the next recorded forward or backward belongs to, of several that are alive.
@@ -204,18 +198,12 @@ class Sharded:
 
         Gradients that it does not put off are kept until then.
         """
-        self._set_aside[self._graph] = aside = []
-        self._aside, complete = aside, False
+        self._aside = self._set_aside[self._graph] = []
         try:
-            yield
-            complete = True
+            with self._backward_pass():
+                yield
         finally:
             self._aside = None
-            self._windows.close_all(complete=complete)
-            clear_grads(self._trained_params)
-            if not complete:
-                self._reducer.abandon()
-                reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
 
     def finish(self, waiting: kernels.PutOff, *, last: bool) -> None:
         """Take the gradients of a graph that was put off, as one microbatch; buckets go as they fill."""
@@ -228,6 +216,21 @@ class Sharded:
             aside.clear()
             for param, grad in waiting.take():
                 self._receivers[id(param)][1](grad)
+
+    @contextmanager
+    def _backward_pass(self) -> Iterator[None]:
+        """Close the windows at the end of a backward; of one that failed, nothing is left."""
+        complete = False
+        try:
+            yield
+            self._windows.close_all()
+            complete = True  # only now: an operation that is still queued may be the one that fails
+        finally:
+            clear_grads(self._trained_params)
+            if not complete:
+                reset_backward_hooks(cell for _, cell in self.model.cells_and_names())
+                self._reducer.abandon()
+                self._windows.close_all(complete=False)
 
     def backward(self, loss: Tensor, *, weight: float, last: bool) -> None:
         """Back-propagate ``weight * loss``, times the loss scale, as one microbatch.
