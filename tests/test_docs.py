@@ -133,3 +133,31 @@ def test_the_run_file_schedule_and_commands_of_the_parallel_page_work(tmp_path):
     for command in [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]:
         shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
         assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+
+
+def test_the_run_file_and_commands_of_the_graph_page_work(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (yaml,) = blocks("graph.md", "yaml")
+    (tmp_path / "graph.yaml").write_text(yaml)
+    losses = []
+    for command in blocks("graph.md", "bash")[0].splitlines():
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+        losses += re.findall(r"(\d+)/\d .* loss ([\d.]+)", shown.stdout)
+    assert [step for step, _ in losses] == ["1", "2", "3", "4", "5"]  # the second run has resumed
+    assert float(losses[-1][1]) < float(losses[0][1])
+
+
+def test_the_program_of_the_graph_page_prints_the_same_on_two_workers_and_no_deprecation(tmp_path):
+    (program,) = blocks("graph.md", "python")
+    (tmp_path / "own_graph.py").write_text(program)
+    printed = []
+    for command in blocks("graph.md", "bash")[1].splitlines():
+        # At level 2 MindSpore warns of what it deprecates.
+        command = command.replace("msrun ", f"msrun --master_port={free_port()} ")
+        shown = run(f"export GLOG_v=2; {command}", tmp_path)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        logs = "".join(path.read_text() for path in tmp_path.glob("logs/worker_*.log"))
+        assert "deprecat" not in (shown.stdout + shown.stderr + logs).lower()
+        printed.append(re.findall(r"step \d+  loss [\d.]+  norm [\d.]+", shown.stdout + logs)[:3])
+    assert len(printed[0]) == 3 and printed[0] == printed[1]

@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_zero.comm import Group
+from ms_zero.comm import Communicator, Group
 from ms_zero.errors import UserError
 from ms_zero.graph.network import loss_factor
 from ms_zero.graph.reduce import SumOverRanks
@@ -262,7 +262,7 @@ def build_step(
     decays: Callable[[Parameter], bool] = lambda param: param.ndim > 1,
     weight_decay: float = 0.1,
     scaler: LossScaler | None = None,
-    group: Group | None = None,
+    comm: Communicator | None = None,
     target: str | None = None,
     **rates: float,
 ) -> GraphStep:
@@ -275,19 +275,31 @@ def build_step(
         decays: whether weight decay applies to a parameter; by default to those of two or more dims.
         weight_decay: its coefficient.
         scaler: of the loss; see `ms_zero.precision.scaler`.
-        group: ranks that see different data, `comm.world` for all of a job; None: this process only.
+        comm: of the job whose ranks see different data, and start from the values of rank 0; None: this
+            process only.
         target: see `ms_zero.kernels.dispatch`.
         rates: ``beta1``, ``beta2``, ``eps``.
 
     Raises:
         UserError: no parameter wants a gradient, one has no values or is not fp32, or two share a name.
+
+    Collective when there is a ``comm``.
     """
     params = [param for _, param in network.parameters_and_names() if param.requires_grad]
     check_parameters(params)
+    if comm is not None and comm.world_size > 1:
+        for _, param in network.parameters_and_names():
+            param.set_data(comm.broadcast(Tensor(param.asnumpy()), 0, comm.world))
     parameters = ParameterTuple(params)
     update = Update(parameters, [decays(param) for param in params], kind=optimizer, target=target)
     return GraphStep(
-        network, update, weight_decay=weight_decay, scaler=scaler, group=group, target=target, **rates
+        network,
+        update,
+        weight_decay=weight_decay,
+        scaler=scaler,
+        group=None if comm is None else comm.world,
+        target=target,
+        **rates,
     )
 
 

@@ -15,7 +15,7 @@ from ms_zero.testing import run_workers
 SMALL = (
     "data.source=files",
     "data.validation_fraction=0.5",
-    "model.num_layers=2",
+    "model.num_layers=1",
     "model.hidden_size=32",
     "model.num_heads=4",
     "data.seq_len=16",
@@ -38,7 +38,7 @@ RUNS = {
         "precision.initial_scale=1e19",
         "precision.growth_interval=4",
     ),
-    "gpt sgd": ("optim.kind=sgd", "optim.lr=0.1", "train.accumulation_steps=1"),
+    "gpt sgd": ("optim.kind=sgd", "optim.lr=0.1", "train.accumulation_steps=1", "model.num_layers=2"),
 }
 LLAMA = ("data.reset_attention=true", "data.reset_positions=true", "train.accumulation_steps=2")
 
@@ -156,14 +156,13 @@ def test_two_workers_take_the_steps_of_the_eager_engine_and_of_one_worker(report
     eager, graph = reports[0]["histories"]
     check_equal(graph, eager)
     check_equal(graph, expected)
+    # What is compiled sees the weights of a checkpoint.
+    check_equal(go_on(alone, reports[0]["saved"][1], 7), graph[3:])
 
 
-def test_each_engine_goes_on_from_the_checkpoint_of_the_other(reports, files):
-    eager, graph = reports[0]["histories"]
+def test_each_engine_goes_on_from_the_checkpoint_of_the_other(reports):
     for rows in reports[0]["crossed"]:
-        check_equal(rows, eager[3:])
-    single, _ = trainer_of(local(), "train.accumulation_steps=4", "optim.clip_norm=0.5", files, *GRAPH)
-    check_equal(go_on(single, reports[0]["saved"][1], 7), graph[3:])
+        check_equal(rows, reports[0]["histories"][0][3:])
 
 
 def test_the_overflow_of_one_rank_skips_the_step_on_all(reports):
