@@ -12,11 +12,14 @@ class GradientDecision:
         norm: Euclidean norm over all parameters, each counted once; inf or nan when not finite.
         finite: False means that the step is skipped everywhere.
         scale: factor the update multiplies gradients by; below 1 only when clipping.
+        nonfinite: in a skipped step of :meth:`ms_zero.optim.AdamW.step` the first parameter, in definition
+            order, whose gradient has an inf or nan; None if only the sum of all squares overflowed.
     """
 
     norm: float
     finite: bool
     scale: float
+    nonfinite: str | None = None
 
 
 def decide(sum_of_squares: float, clip_norm: float) -> GradientDecision:

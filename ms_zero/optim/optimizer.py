@@ -11,7 +11,7 @@ lives changes a bit of the result.
 
 from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mindspore as ms
@@ -62,7 +62,7 @@ class _Optimizer:
         """Create the state; see AdamW."""
         if not sharded.holds_initial_values:
             raise UserError("optimizer: this model has an optimizer already: make one for each sharded model")
-        self.sharded, self.num_updates = sharded, 0
+        self.sharded, self.num_updates, self.num_skipped = sharded, 0, 0
         self._device, self._offload = DeviceStates(), offload
         default = GroupOptions(weight_decay)
         keys = [bucket.layout.key[1] for bucket in sharded.buckets]
@@ -100,9 +100,11 @@ class _Optimizer:
         decision = decide(self.sharded.sum_of_squares(), clip_norm)
         if decision.finite:
             self.apply(lr=lr, grad_scale=decision.scale)
-        else:
-            self.sharded.end_step(applied=False)
-        return decision
+            return decision
+        nonfinite = self.sharded.first_nonfinite()
+        self.sharded.end_step(applied=False)
+        self.num_skipped += 1
+        return replace(decision, nonfinite=nonfinite)
 
     def read(self, index: int, kind: str) -> np.ndarray:
         """A copy of one vector of a bucket's state over the owned range."""
@@ -221,6 +223,7 @@ class AdamW(_Optimizer):
 
     Attributes:
         num_updates: updates applied so far; a skipped step does not count.
+        num_skipped: steps that :meth:`step` has skipped.
     """
 
     moments = ("exp_avg", "exp_avg_sq")

@@ -170,9 +170,7 @@ class EagerEngine:
 
     def first_nonfinite(self) -> str | None:
         """Name of the first parameter, in definition order, whose reduced gradient has an inf or nan."""
-        found = [shard.name for shard, values in self.gradient_shards() if not np.isfinite(values).all()]
-        everywhere = {name for names in self._comm.exchange(found) for name in names}
-        return next((name for name in self.sharded.names if name in everywhere), None)
+        return self.sharded.first_nonfinite()
 
     def gradient_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of the reduced gradient, between :meth:`reduce` and the update, fp32."""

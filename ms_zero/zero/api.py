@@ -88,7 +88,8 @@ class ShardedModel(Sharded):
         """
         kept = {name: param.asnumpy().copy() for name, param in self.kept.items()}
         if full:
-            return {name: self._whole(name, value) for name, value in self.whole_values()} | kept
+            whole = {name: self._whole(name, value) for name, value in self.whole_values()} | kept
+            return {name: whole[name] for name, _ in self.model.parameters_and_names()}
         ranges: dict[str, list[tuple[int, int, np.ndarray]]] = {}
         for bucket in self.all_buckets:
             start, stop = self.saves(bucket)

@@ -274,6 +274,23 @@ class Sharded:
             total = np.float32(parts.asnumpy().sum(dtype=np.float64))
         return float(total) / self.loss_scale**2
 
+    def first_nonfinite(self) -> str | None:
+        """Name of the first trained parameter, in definition order, whose reduced gradient has an inf or nan.
+
+        Collective; equal on all ranks.
+        """
+        names = set()
+        for bucket in self.buckets:
+            start, stop = bucket.chunk
+            values = as_dtype(bucket.reduced, ms.float32).asnumpy()
+            for piece in bucket.layout.pieces(start, stop):
+                first = piece.slot.start + piece.start - start
+                if not np.isfinite(values[first : first + piece.stop - piece.start]).all():
+                    names.add(piece.slot.name)
+        for group in (self.groups.shard, *self.placements.groups):
+            names = {name for found in self._comm.exchange(sorted(names), group) for name in found}
+        return next((name for name in self.names if name in names), None)
+
     def gradient(self, index: int) -> Tensor:
         """The reduced gradient of a trained bucket over the range that this rank updates."""
         bucket = self.buckets[index]

@@ -221,11 +221,14 @@ def test_a_skipped_step_leaves_no_gradient_behind():
         optimizer = SGD(model)
         before = model.state_dict()
         model.backward(forward(model, Tensor(np.full((3, WIDTH), np.inf, np.float32))))
-        assert not optimizer.step(lr=0.1).finite
+        skipped = optimizer.step(lr=0.1)
+        assert not skipped.finite and skipped.nonfinite == next(iter(before)) == "first"
+        assert (optimizer.num_skipped, optimizer.num_updates) == (1, 0)
         for name, value in model.state_dict().items():
             np.testing.assert_array_equal(value, before[name])
         assert model.held_bytes()["gradients"] == 0
         model.backward(forward(model))
         fresh, _ = follow(stage)
         fresh.backward(forward(fresh))
-        assert optimizer.step(lr=0.1).norm == SGD(fresh).step(lr=0.1).norm
+        applied = optimizer.step(lr=0.1)
+        assert applied.norm == SGD(fresh).step(lr=0.1).norm and applied.nonfinite is None
