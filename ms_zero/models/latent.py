@@ -6,10 +6,13 @@ of that part in another order.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 from mindspore import Tensor, mint, nn, ops
 
 from ms_zero import kernels
+from ms_zero._compat import function_class
 from ms_zero.models.layers import Linear, RMSNorm, merge_heads, split_heads
 
 
@@ -57,40 +60,113 @@ class LatentAttention(nn.Cell):
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map x [B, T, H] to [B, T, H]; cos and sin of rope_head_dim, the rest as in `LlamaAttention`."""
-        q = self._queries(x, cos, sin)
-        k, v = self._keys_and_values(x, cos, sin)
         width = max(self.head_dim, self.value_head_dim)
-        out = self.attention(_filled(q, width), _filled(k, width), _filled(v, width), mask)
-        if width > self.value_head_dim:
-            out, _ = _parts(out, self.value_head_dim)
-        return self.o_proj(merge_heads(out))
-
-    def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.q_proj is None:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        else:
-            q = self.q_proj(x)
-        nope, rope = _parts(split_heads(q, self.head_dim), self.nope_head_dim)
-        return mint.cat((nope, self.rotary(rope, cos, sin)), -1)
-
-    def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        compressed, rope = _parts(self.kv_a_proj_with_mqa(x), self.kv_rank)
-        rope = self.rotary(split_heads(rope, self.rope_head_dim), cos, sin)
+        rotary = _Rotary(self.rotary, cos, sin)
+        q = _Queries.apply(split_heads(self._queries(x), self.head_dim), rotary, self.nope_head_dim, width)
+        compressed, shared_key = _Parts.apply(self.kv_a_proj_with_mqa(x), self.kv_rank)
         expanded = self.kv_b_proj(self.kv_a_layernorm(compressed))
         expanded = split_heads(expanded, self.nope_head_dim + self.value_head_dim)
-        nope, v = _parts(expanded, self.nope_head_dim)
-        # The number of heads is that of the projection: tensor parallelism splits heads.
-        rope = ops.broadcast_to(rope, (*nope.shape[:3], self.rope_head_dim))
-        return mint.cat((nope, rope), -1), v
+        shared_key = split_heads(shared_key, self.rope_head_dim)
+        k, v = _KeysAndValues.apply(expanded, shared_key, rotary, self.nope_head_dim, width)
+        out = self.attention(q, k, v, mask)
+        if width > self.value_head_dim:
+            out = _First.apply(out, self.value_head_dim)
+        return self.o_proj(merge_heads(out))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.q_proj is None:
+            return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return self.q_proj(x)
 
 
-def _parts(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The first and the other elements of the last dim.
+@dataclass(frozen=True)
+class _Rotary:
+    """Rotation of heads by the tables of a batch, and back."""
 
-    Not by mint.split, whose gradient on CPU is wrong when a part's is a view (MindSpore 2.10.0).
+    rotary: nn.Cell
+    cos: Tensor
+    sin: Tensor
+
+    def turn(self, x: Tensor) -> Tensor:
+        return self.rotary(x, self.cos, self.sin)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        return self.rotary(x, self.cos, -self.sin)
+
+
+# Autograd would keep the inputs of every concatenation, and its gradient of mint.split is wrong on CPU when a
+# part's is a view (MindSpore 2.10.0). Nothing of these inputs is needed backwards.
+
+
+class _Parts(function_class):
+    """The first and the other elements of the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        return _cut(x, first)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return mint.cat(grads, -1), None
+
+
+class _First(function_class):
+    """The first elements of the last dim of [B, T, heads, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        return mint.narrow(x, 3, 0, size).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _filled(dx, ctx.width), None
+
+
+class _Queries(function_class):
+    """q [B, T, heads, nope + rope] with the rotary part turned and zeros up to `width`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, rotary: _Rotary, nope_dim: int, width: int) -> Tensor:
+        ctx.rotary, ctx.nope_dim, ctx.head_dim = rotary, nope_dim, q.shape[-1]
+        nope, rope = _cut(q, nope_dim)
+        return _filled(mint.cat((nope, rotary.turn(rope)), -1), width)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, None, None, None]:
+        nope, rope = _cut(mint.narrow(dq, 3, 0, ctx.head_dim), ctx.nope_dim)
+        return mint.cat((nope, ctx.rotary.turn_back(rope)), -1), None, None, None
+
+
+class _KeysAndValues(function_class):
+    """Keys and values of the expanded vectors [B, T, heads, nope + value] and the key that heads share.
+
+    The shared key is [B, T, 1, rope]; the results have zeros up to `width`.
     """
-    size = x.shape[-1]
-    return mint.narrow(x, x.ndim - 1, 0, first), mint.narrow(x, x.ndim - 1, first, size - first)
+
+    @staticmethod
+    def forward(
+        ctx: Any, expanded: Tensor, shared: Tensor, rotary: _Rotary, nope_dim: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        nope, v = _cut(expanded, nope_dim)
+        ctx.rotary, ctx.sizes = rotary, (nope_dim, shared.shape[-1], v.shape[-1])
+        # The number of heads is that of the projection: tensor parallelism splits heads.
+        turned = ops.broadcast_to(rotary.turn(shared), (*nope.shape[:3], shared.shape[-1]))
+        return _filled(mint.cat((nope, turned), -1), width), _filled(v, width)
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        nope_dim, rope_dim, value_dim = ctx.sizes
+        nope, rope = _cut(mint.narrow(dk, 3, 0, nope_dim + rope_dim), nope_dim)
+        dexpanded = mint.cat((nope, mint.narrow(dv, 3, 0, value_dim)), -1)
+        return dexpanded, ctx.rotary.turn_back(rope.sum(2, keepdims=True)), None, None, None
+
+
+def _cut(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The first and the other elements of the last dim, each contiguous."""
+    last, size = x.ndim - 1, x.shape[-1]
+    parts = mint.narrow(x, last, 0, first), mint.narrow(x, last, first, size - first)
+    return parts[0].contiguous(), parts[1].contiguous()
 
 
 def _filled(x: Tensor, width: int) -> Tensor:

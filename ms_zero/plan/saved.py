@@ -17,8 +17,9 @@ Implementations:
 - ``mindformers``: the same, but selective recompute also runs norms and activation functions again, as its
   model cards configure it.
 
-Experts and latent attention (plan only) are counted for fused kernels: each copy of a token that an expert
-gets, before and after, and the inner tensors of its MLP.
+Experts keep each copy of a token that an expert gets, before and after, and the inner tensors of its MLP. The
+copies that a capacity drops are counted too. Latent attention keeps its compressed vectors; the kernels of
+this project fill its heads up to one width, and `native` and `portable` count that.
 
 A count is of one microbatch on one rank, from a block's forward until its backward. Left out are weights,
 inputs of the model, constants, and what all blocks share (rotary tables, a document mask).
@@ -49,12 +50,16 @@ class ExpertShape:
         copies: copies of a token that experts of this rank get: top-k times the busiest rank's imbalance.
         ffn_hidden_size: inner width of a routed expert.
         shared_ffn_hidden_size: inner width of all shared experts.
+        top_k: experts that a token visits; None: `copies`.
+        shared_gate: whether a number for each token multiplies the shared experts.
     """
 
     num_experts: int
     copies: float
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
+    top_k: int | None = None
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class BlockShape:
     Attributes:
         value_head_dim: width of a value head; None: head_dim.
         compressed_size: elements per token that latent attention keeps of its compressed vectors.
+        latent_ranks: widths of these vectors, each of which has a norm.
         extra_norms: norms over hidden_size beyond two.
         experts: in place of the MLP.
     """
@@ -78,6 +84,7 @@ class BlockShape:
     qk_norm: bool = False
     value_head_dim: int | None = None
     compressed_size: int = 0
+    latent_ranks: tuple[int, ...] = ()
     extra_norms: int = 0
     experts: ExpertShape | None = None
 
@@ -117,8 +124,10 @@ class Saves:
         copies: how many equal ones.
         width: bytes per element; 0: that of the activation dtype.
         whole: whether tensor parallelism alone leaves it whole.
-        when: "dropout", "rounded", "qk_norm", "rotary", "latent", "norms" (more than two) or "tables"
-            (rotary, not in plain fp32): only then.
+        when: "dropout", "rounded", "qk_norm", "rotary", "latent", "plain" (not latent), "norms" (more than
+            two), "tables" (rotary, not in plain fp32), "filled" (heads of two widths), "rounded output" (not
+            filled), "apart" (the router reads a copy), "together" (more than that copy is read), "shared" or
+            "shared_gate" (of experts): only then.
     """
 
     tensor: str
@@ -202,6 +211,7 @@ def block_of(shape: ModelShape, layer: LayerShape, imbalance: float = 1.0) -> Bl
         rotary=attention.rotary,
         qk_norm=attention.qk_norm != "none",
         compressed_size=2 * (latent.q_rank + latent.kv_rank) + latent.rope_head_dim if latent else 0,
+        latent_ranks=tuple(rank for rank in (latent.q_rank, latent.kv_rank) if rank) if latent else (),
         extra_norms=max(0, layer.norms - 2),
         experts=None
         if experts is None
@@ -210,6 +220,8 @@ def block_of(shape: ModelShape, layer: LayerShape, imbalance: float = 1.0) -> Bl
             copies=experts.top_k * imbalance,
             ffn_hidden_size=experts.ffn_hidden_size,
             shared_ffn_hidden_size=experts.shared_ffn_hidden_size,
+            top_k=experts.top_k,
+            shared_gate=experts.shared_gate,
         ),
     )
 
@@ -268,14 +280,25 @@ def edge_bytes(
 
 
 def _flags(block: BlockShape, split: Split) -> dict[str, bool]:
+    is_latent = block.compressed_size > 0
+    is_filled = block.value_head_dim not in (None, block.head_dim)
+    is_half = split.activation_bytes < _FP32
+    has_shared = block.experts is not None and block.experts.shared_ffn_hidden_size > 0
     return {
         "dropout": split.dropout,
         "rounded": split.rounded,
-        "rotary": block.rotary,
+        "rotary": block.rotary and not is_latent,
         "qk_norm": block.qk_norm,
-        "latent": block.compressed_size > 0,
+        "latent": is_latent,
+        "plain": not is_latent,
         "norms": block.extra_norms > 0,
-        "tables": block.rotary and (split.rounded or split.activation_bytes < _FP32),
+        "tables": block.rotary and not is_latent and (split.rounded or is_half),
+        "filled": is_filled,
+        "rounded output": split.rounded and not is_filled,
+        "apart": is_half or split.rounded,
+        "together": not (is_half or split.rounded) or has_shared,
+        "shared": has_shared,
+        "shared_gate": block.experts is not None and block.experts.shared_gate,
     }
 
 
@@ -283,6 +306,8 @@ def _block_dims(block: BlockShape, split: Split) -> dict[str, float]:
     experts = block.experts or ExpertShape(num_experts=0, copies=0, ffn_hidden_size=0)
     value_head_dim = block.value_head_dim or block.head_dim
     kv_heads = max(block.num_kv_heads, split.tp)
+    width = max(block.head_dim, value_head_dim)
+    missing = 2 * (width - block.head_dim) + width - value_head_dim
     return {
         "tokens": split.batch * split.seq_len,
         "seq": split.seq_len,
@@ -297,9 +322,14 @@ def _block_dims(block: BlockShape, split: Split) -> dict[str, float]:
         "head_dim": block.head_dim,
         "ffn": block.ffn_hidden_size,
         "compressed": block.compressed_size,
+        "ranks": sum(block.latent_ranks),
+        "latent_norms": len(block.latent_ranks),
+        "filling": block.num_heads * missing,
+        "filled": block.num_heads * width if value_head_dim < width else 0,
         "norms": block.extra_norms,
         "experts": experts.num_experts,
         "copies": experts.copies,
+        "top_k": experts.copies if experts.top_k is None else experts.top_k,
         "expert_ffn": experts.copies * experts.ffn_hidden_size + experts.shared_ffn_hidden_size,
         "eight": 8,
     }
@@ -384,6 +414,21 @@ _EXPERT_MLP = (
     ),
     _mask("mlp dropout"),
 )
+_FIRST = Operator("mlp first", (_whole("input", when="together"),))
+_ROUTER = Operator(
+    "router",
+    (
+        _whole("input in fp32", width=_FP32, when="apart"),
+        _whole("logits", ("tokens", "experts"), 1, _FP32),
+        _whole("experts, places and weights", ("tokens", "top_k"), 3, _FP32),
+        _whole("tokens of the rows", ("tokens", "copies"), 1, _INT32),
+    ),
+)
+_SHARED_GATE = Operator(
+    "shared gate",
+    (_whole("shared experts", when="shared_gate"), _whole("gate", ("tokens",), when="shared_gate")),
+)
+_OWN_EXPERT_MLP = (_FIRST, _ROUTER, _EXPERT_MLP[2], _SHARED_GATE, _EXPERT_MLP[3])
 _OUTSIDE = {
     "core_inputs": _CORE_INPUTS,
     "block_input": _reads("block"),
@@ -392,6 +437,10 @@ _OUTSIDE = {
 }
 
 _LATENT = Operator("latent attention", (_whole("compressed", ("tokens", "compressed"), when="latent"),))
+# Heads of two widths are filled up to one, and the output is cut.
+_FILLING = Saves("zeros", ("tokens", "filling"), when="filled")
+_FILLED_OUTPUT = Saves("output before it is cut", ("tokens", "filled"), when="filled")
+_OWN_OUTSIDE = {**_OUTSIDE, "core_inputs": Operator("attention core", (*_QKV_TENSORS, _FILLING))}
 _MORE_NORMS = Operator(
     "further norms", (_whole("input and output", ("tokens", "norms", "hidden"), 2, when="norms"),)
 )
@@ -421,12 +470,20 @@ _PUBLISHED = Implementation(
 
 _NATIVE_ATTENTION = (
     _reads("qkv"),
-    _LATENT,
+    Operator(
+        "latent attention",
+        (
+            _whole("compressed and normalised", ("tokens", "ranks"), 2, when="latent"),
+            _whole("statistics", ("tokens", "latent_norms"), 2, _FP32, when="latent"),
+        ),
+    ),
     _MORE_NORMS,
     Operator(
-        "attention core", (*_QKV_TENSORS, Saves("log sums", ("tokens", "heads"), width=_FP32)), core=True
+        "attention core",
+        (*_QKV_TENSORS, _FILLING, Saves("log sums", ("tokens", "heads"), width=_FP32), _FILLED_OUTPUT),
+        core=True,
     ),
-    Operator("rounding", (Saves("weighted values", _CONTEXT, when="rounded"),), core=True),
+    Operator("rounding", (Saves("weighted values", _CONTEXT, when="rounded output"),), core=True),
     *_OUTPUT,
 )
 _NATIVE_TABLES = Operator("rotary", (_whole("tables", ("seq", "head_dim"), 4, _FP32, when="tables"),))
@@ -440,13 +497,13 @@ _NATIVE_GATED = (
 _NATIVE = Implementation(
     plain=(_norm("first norm", 2), *_NATIVE_ATTENTION, _norm("second norm", 2), *_PLAIN_MLP),
     gated=(*_NATIVE_GATED, *_GATED_MLP),
-    experts=(*_NATIVE_GATED, *_EXPERT_MLP),
+    experts=(*_NATIVE_GATED, *_OWN_EXPERT_MLP),
     plain_norm=_norm("final norm", 2),
     gated_norm=_norm("final norm", 2),
     loss=Operator(
         "loss", (Saves("logits", _LOGITS, width=_FP32), Saves("log sums", ("tokens",), width=_FP32))
     ),
-    **_OUTSIDE,
+    **_OWN_OUTSIDE,
 )
 
 
@@ -483,10 +540,21 @@ _PORTABLE_QUERIES = (
     ),
 )
 _PORTABLE_ATTENTION = (
-    _reads("qkv", copies=3),
-    _LATENT,
+    Operator("qkv", (_whole("input", copies=3, when="plain"), _whole("input", copies=2, when="latent"))),
+    Operator(
+        "latent attention",
+        (
+            _whole("compressed, scale and normalised", ("tokens", "ranks"), 3, _FP32, when="latent"),
+            _whole("reciprocal deviations", ("tokens", "latent_norms"), 1, _FP32, when="latent"),
+            _whole("copies of the weights", ("ranks",), 1, _FP32, when="latent"),
+        ),
+    ),
     _MORE_NORMS,
-    Operator("attention core", (*_QKV_TENSORS, Saves("probabilities", _SCORES)), core=True),
+    Operator(
+        "attention core",
+        (*_QKV_TENSORS, _FILLING, Saves("probabilities", _SCORES)),
+        core=True,
+    ),
     *_OUTPUT,
 )
 _PORTABLE_GATED = (
@@ -512,7 +580,11 @@ _PORTABLE = Implementation(
     ),
     experts=(
         *_PORTABLE_GATED,
-        *_EXPERT_MLP,
+        *_OWN_EXPERT_MLP,
+        Operator(
+            "shared first",
+            (_whole("input", copies=2, when="shared"), _whole("input of the gate", when="shared_gate")),
+        ),
         Operator("expert factors", (Saves("factors", ("tokens", "expert_ffn"), 2),)),
     ),
     plain_norm=_composed_norm("final norm"),
@@ -525,7 +597,7 @@ _PORTABLE = Implementation(
             Saves("valid", ("tokens",), width=_FP32),
         ),
     ),
-    **_OUTSIDE,
+    **_OWN_OUTSIDE,
 )
 
 _ASCEND_ATTENTION = (
