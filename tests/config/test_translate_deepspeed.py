@@ -213,6 +213,9 @@ CASES = [
     ({"train_batch_size": "auto"}, "train_batch_size", "same", "the third follows", None),
     ({"gradient_clipping": "auto"}, "gradient_clipping", "untranslatable", "Hugging Face fills it in", None),
     ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size", "translated", "parallel.tp", 4),
+    ({"sequence_parallel_size": 4}, "sequence_parallel_size", "translated", "parallel.cp", 4),
+    ({"sequence_parallel_size": 4}, "sequence_parallel_size", "default", "parallel.context", "ulysses"),
+    ({"sequence_parallel_size": 1}, "sequence_parallel_size", "translated", "parallel.cp", 1),
     (
         {"flops_profiler": {"enabled": True}},
         "flops_profiler.enabled",

@@ -21,6 +21,8 @@ def fates(translation):
 
 CASES = [
     ("--tensor-model-parallel-size 4", "parallel", {"tp": 4}),
+    ("--context-parallel-size 2 --cp-comm-type p2p", "parallel", {"cp": 2, "context": "ring"}),
+    ("--context-parallel-size 4 --cp-comm-type a2a", "parallel", {"cp": 4, "context": "ulysses"}),
     ("--use-distributed-optimizer", "parallel", {"zero_stage": 1}),
     ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallel", {"zero_stage": 2}),
     ("--use-torch-fsdp2", "parallel", {"zero_stage": 3}),
@@ -98,6 +100,13 @@ def test_the_family_follows_from_positions_norm_and_activation(translate):
     assert "model" not in mixed.values
     assert "learned positions, LayerNorm and SwiGLU" in " ".join(note.reason for note in mixed.notes)
     assert fates(translate(f"{shape} --num-experts 8"))["--hidden-size"] == "untranslatable"
+
+
+def test_the_kind_of_context_parallelism_is_read_where_there_is_any(translate):
+    assert fates(translate("--lr 1\n--cp-comm-type a2a"))["--cp-comm-type"] == "ignored"
+    mixed = translate("--context-parallel-size 4 --cp-comm-type a2a+p2p")
+    assert fates(mixed)["--cp-comm-type"] == "untranslatable" and mixed.values["parallel"]["cp"] == 4
+    assert "context" not in mixed.values["parallel"]
 
 
 def test_megatron_ties_embeddings_unless_told(translate):

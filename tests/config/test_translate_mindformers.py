@@ -36,6 +36,24 @@ def test_the_accumulation_of_graph_mode(translate, stages, pieces, steps, interl
     assert ignored(translation) == [unread]
 
 
+@pytest.mark.parametrize(
+    ("section", "degree", "key", "ring", "ulysses"),
+    [
+        ("parallel_config", "context_parallel", "context_parallel_algo", "colossalai_cp", "ulysses_cp"),
+        ("parallelism", "context_parallel", "context_parallel_method", "colossal", "ulysses"),
+    ],
+)
+def test_the_kind_of_context_parallelism(translate, section, degree, key, ring, ulysses):
+    for name, expected in ((ring, "ring"), (ulysses, "ulysses")):
+        found = translate(f"{section}: {{{degree}: 2, {key}: {name}}}").values["parallel"]
+        assert (found["cp"], found["context"]) == (2, expected)
+    unread = translate(f"{section}: {{{degree}: 1, {key}: {ulysses}}}")
+    assert f"{section}.{key}" in ignored(unread) and "context" not in unread.values["parallel"]
+    mixed = translate(f"{section}: {{{degree}: 4, {key}: hybrid}}")
+    (note,) = [note for note in mixed.notes if note.source == f"{section}.{key}"]
+    assert note.fate == "untranslatable" and "see parallel.context" in note.reason
+
+
 PARALLEL_OPTIMIZER = "parallel: {enable_parallel_optimizer: %s}\nparallel_config: {data_parallel: 8, %s}\n"
 
 

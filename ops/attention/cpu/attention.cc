@@ -82,7 +82,7 @@ MSZ_INLINE void unpack_rows(const float *from, int64_t padded, int64_t rows, int
 }
 
 // fp32 [rows, padded] -> [padded, kTile], columns beyond `rows` 0.
-inline void transpose(const float *from, int64_t rows, int64_t padded, float *to) {
+MSZ_INLINE void transpose(const float *from, int64_t rows, int64_t padded, float *to) {
   if (rows < kTile) std::fill(to, to + padded * kTile, 0.0f);
   for (int64_t row = 0; row < rows; row += kWidth) {
     for (int64_t i = 0; i < padded; i += kWidth) {
@@ -122,13 +122,15 @@ struct Visible {
 };
 
 // scores[key, query] = value where the query does not see the key.
-inline void mask(const Visible &visible, int64_t keys_begin, int64_t keys, float *scores, float value) {
+MSZ_INLINE void mask(const Visible &visible, int64_t keys_begin, int64_t keys, float *scores, float value) {
+  int32_t places[kTile];
+  for (int64_t k = 0; k < keys; ++k) places[k] = visible.positions.key(keys_begin + k);
   for (int64_t q = 0; q < kTile; q += kWidth) {
     Ints query, start;
     std::memcpy(&query, visible.queries + q, sizeof query);
     std::memcpy(&start, visible.starts + q, sizeof start);
     for (int64_t k = 0; k < keys; ++k) {
-      const int32_t key = visible.positions.key(keys_begin + k);
+      const int32_t key = places[k];
       float *at = scores + k * kTile + q;
       store(at, (query < key) | (start > key) ? spread(value) : load(at));
     }
@@ -142,7 +144,7 @@ struct Running {
 };
 
 // scores -> exp(scale * scores - maximum), with the running maxima, sums and out [padded, kTile] brought up to date.
-inline void online_softmax(float *scores, int64_t keys, float scale, Running &running, float *out, int64_t padded) {
+MSZ_INLINE void online_softmax(float *scores, int64_t keys, float scale, Running &running, float *out, int64_t padded) {
   for (int64_t q = 0; q < kTile; q += kWidth) {
     Floats top = spread(-kInfinity);
     for (int64_t k = 0; k < keys; ++k) top = larger(load(scores + k * kTile + q), top);
