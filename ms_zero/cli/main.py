@@ -299,6 +299,27 @@ def _schedule(argv: Sequence[str]) -> int:
     return schedule(**vars(arguments))
 
 
+def _graph(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="ms-zero graph",
+        usage="ms-zero graph inspect RUN.yaml --rank R [--workers N] [key=value ...]",
+        description="Show what a rank of a cluster would communicate in a step of the graph engine, as "
+        "MindSpore's compiler inserts it. Neither devices nor a cluster are needed.",
+    )
+    parser.add_argument("action", choices=["inspect"], help="what to do")
+    _add_run_arguments(parser)
+    _add_workers(parser)
+    add = parser.add_argument
+    add("--rank", type=int, default=0, metavar="R", help="whose graph it is (default 0)")
+    add("--keep", metavar="PATH", help="write MindSpore's text of the graph to this file")
+    add("--json", dest="json_path", metavar="PATH", help="also write every operation as JSON")
+    arguments = vars(parser.parse_intermixed_args(argv))
+    from ms_zero.cli.graph import inspect
+
+    arguments.pop("action")
+    return inspect(arguments.pop("run"), arguments.pop("overrides"), **arguments)
+
+
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     help_text = "number of workers (default: the fewest that the degrees and batch sizes allow)"
     parser.add_argument("--workers", type=int, metavar="N", help=help_text)
@@ -320,6 +341,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "plan": ("find the fastest layouts of a model on a cluster that fit", _plan),
     "estimate": ("predict memory and time of a run file", _estimate),
     "schedule": ("show a pipeline schedule: timeline, bubble, memory", _schedule),
+    "graph": ("show what a rank of the graph engine would communicate", _graph),
     "data": ("encode text to token files, or check data", _data),
     "doctor": ("check this machine and installation", _doctor),
 }

@@ -35,7 +35,8 @@ _SHORT = {"Float16": "fp16", "BFloat16": "bf16", "Float32": "fp32", "Int32": "in
 _NODE = re.compile(r"^  %\d+\([^)]*\) = (?:PrimFunc_)?(\w+)\(")
 _SUBGRAPH = re.compile(r"^subgraph @(\S+)\(")
 _ENTRY = re.compile(r"^# IR entry: @(\S+)", re.MULTILINE)
-_CALL = re.compile(r"(?:call )?@(\w+)")
+# A subgraph is called by its name, or by a node whose value is one with some of its inputs.
+_CALL = re.compile(r"^  %\d+\([^)]*\) = (?:call @|%\d+\[@Partial\(@)([^\s(),\[\]]+)")
 _TENSOR = re.compile(r"<(?:Ref\[)?Tensor\[(\w+)\]\]?, \(([\d, ]*)\)")
 _PARAMETER = re.compile(r"^%para\d+_(\S+): <(Ref\[)?Tensor\[(\w+)\]\]?, \(([\d, ]*)\)")
 _SCOPE = re.compile(r"# Fullname with scope: \((.*)\)")
@@ -63,10 +64,11 @@ class Operation:
 
     Attributes:
         name: as in COMMUNICATION.
-        ranks: of the group, or of this rank and its peer; as numbers of the world.
+        ranks: of the group; as numbers of the world.
+        peer: the other rank of a Send or Receive.
         role: layout: makes what one operator leaves fit the next one (sums, cuts); gradient: of a parameter;
-            weight: of a parameter; pipeline: between stages; norm: of all gradients; input: tokens, before they
-            are cut into microbatches.
+            weight: of a parameter; pipeline: between stages; norm: of all gradients; input: tokens, before
+            they are cut into microbatches.
         phase: where in the step.
         microbatch: its number, where the graph says it.
         sent: what goes in.
@@ -80,6 +82,7 @@ class Operation:
 
     name: str
     ranks: tuple[int, ...]
+    peer: int | None
     role: Role
     phase: Phase
     microbatch: int | None
@@ -109,7 +112,8 @@ class Operation:
         """One line."""
         what = self.received if self.name in ("AllGather", "Receive") else self.sent
         where = "" if self.microbatch is None else f" microbatch {self.microbatch}"
-        return f"{self.name} {list(self.ranks)} {what} {self.role} {self.phase}{where}"
+        whom = list(self.ranks) if self.peer is None else f"rank {self.peer}"
+        return f"{self.name} {whom} {what} {self.role} {self.phase}{where}"
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,8 @@ class Graph:
     Attributes:
         operations: those that communicate, in the order of the text.
         parameters: name -> the type that this rank holds of it.
-        counts: how many nodes there are of each kind.
-        recomputed: how many nodes run a second time.
+        counts: how many operations of each kind run in a step.
+        recomputed: how many of them are second runs.
     """
 
     operations: tuple[Operation, ...]
@@ -164,16 +168,16 @@ class Graph:
 def parse(text: str) -> Graph:
     """Read the text of a graph."""
     nodes = list(_nodes(text))
-    runs = _runs(text, nodes)
+    runs = _runs(text)
     operations = tuple(
-        _operation(node, runs.get(node.subgraph, 1)) for node in nodes if node.name in COMMUNICATION
+        _operation(node, runs.get(node.subgraph, 0)) for node in nodes if node.name in COMMUNICATION
     )
-    return Graph(
-        operations,
-        dict(_parameters(text)),
-        Counter(node.name for node in nodes),
-        Counter(node.name for node in nodes if _is_recomputed(node.head)),
-    )
+    counts, recomputed = Counter(), Counter()
+    for node in nodes:
+        counts[node.name] += runs.get(node.subgraph, 0)
+        if _is_recomputed(node.head):
+            recomputed[node.name] += runs.get(node.subgraph, 0)
+    return Graph(operations, dict(_parameters(text)), counts, recomputed)
 
 
 @dataclass(frozen=True)
@@ -197,16 +201,18 @@ def _nodes(text: str) -> Iterator[_Node]:
             yield _Node(found.group(1), line, lines[number + 1], scope.group(1) if scope else "", subgraph)
 
 
-def _runs(text: str, nodes: list[_Node]) -> dict[str, int]:
-    """How often each subgraph runs: those that nodes call, from the entry on."""
+def _runs(text: str) -> dict[str, int]:
+    """How often each subgraph runs in a step: those that nodes call, from the entry on."""
     calls: Counter[tuple[str, str]] = Counter()
-    names = {node.subgraph for node in nodes}
-    for node in nodes:
-        for callee in _CALL.findall(node.head):
-            if callee in names:
-                calls[node.subgraph, callee] += 1
-    entry = _ENTRY.search(text)
-    runs, waiting = Counter({entry.group(1): 1} if entry else {}), [entry.group(1)] if entry else []
+    subgraph = ""
+    for line in text.splitlines():
+        started, called = _SUBGRAPH.match(line), _CALL.match(line)
+        if started:
+            subgraph = started.group(1)
+        if called:
+            calls[subgraph, called.group(1)] += 1
+    entry = _ENTRY.search(text).group(1)
+    runs, waiting = Counter({entry: 1}), [entry]
     while waiting:
         caller = waiting.pop()
         for (source, callee), number in calls.items():
@@ -222,9 +228,12 @@ def _operation(node: _Node, times: int) -> Operation:
     micro = _attribute(node.head, r"\bmicro: I64\((\d+)\)")
     parameter = _attribute(node.head, r'mirror_user_id: "([^"]*)"')
     fusion = _attribute(node.head, r"\bfusion: I64\((\d+)\)")
+    ranks = _ranks(node.head)
+    peer = _attribute(node.head, r"\b(?:dest|src)_rank: I64\((\d+)\)")
     return Operation(
         name=node.name,
-        ranks=_ranks(node.head),
+        ranks=ranks,
+        peer=None if peer is None else ranks[int(peer)],
         role=_role(node, instance),
         phase=_phase(node),
         microbatch=None if micro is None else int(micro),
@@ -232,7 +241,7 @@ def _operation(node: _Node, times: int) -> Operation:
         received=_tensor(received),
         scope=node.scope,
         instance=instance,
-        parameter=parameter or None,
+        parameter=parameter.removeprefix("CR_") if parameter else None,
         fusion=int(fusion or 0),
         times=times,
     )

@@ -1,23 +1,26 @@
 """From a run's configuration to MindSpore's AutoParallel.
 
 ZeRO stages and the levels of ``hsdp`` are not the same numbers. Bytes that a rank of N holds per parameter,
-with fp32 master weights in the parameter itself, w-byte copies for the computation, and Adam:
+with fp32 weights that are their own masters and are gathered as such, and Adam:
 
-| zero_stage | hsdp   | weights between steps | weights in a step | summed gradients | moments |
-|------------|--------|-----------------------|-------------------|------------------|---------|
-| 0          | off    | 4                     | 4 + w             | 4                | 8       |
-| 1          | level1 | 4 / N                 | 4 / N + w         | 4                | 8 / N   |
-| 2          | level2 | 4 / N                 | 4 / N + w         | 4 / N            | 8 / N   |
-| 3          | level3 | 4 / N                 | 4 / N + one unit  | 4 / N            | 8 / N   |
+| zero_stage | hsdp   | weights between steps | gathered in a step | summed gradients | moments | sent   |
+|------------|--------|-----------------------|--------------------|------------------|---------|--------|
+| 0          | off    | 4                     | 0                  | 4                | 8       | 2      |
+| 1          | level1 | 4 / N                 | 4                  | 4                | 8 / N   | 1 + 1  |
+| 2          | level2 | 4 / N                 | 4                  | 4 / N            | 8 / N   | 1 + k  |
+| 3          | level3 | 4 / N                 | 4, of one unit     | 4 / N            | 8 / N   | 2k + k |
 
-Levels 1 and 2 gather each weight once a step and keep the copy until its last backward; level 3 gathers it
-again in backward. Gradients are summed over microbatches whole (level 1) or as shards (levels 2 and 3).
+"sent" counts gathers and reductions of all parameters, 4 (N - 1)/N bytes each, in a step of k microbatches.
+Levels 1 and 2 keep what they gathered until the last backward. Level 3 gathers for every forward and again
+for every backward; without accumulation or a pipeline MindSpore 2.10.0 leaves the second gather out, and
+always for the weight that is used last. A parameter whose first dim N does not divide is not sharded but
+summed as in stage 0. With replicas the whole gradient is summed over them before it is scattered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,27 +106,69 @@ def options_of(config: RunConfig) -> Options:
 
 
 def _check(config: RunConfig) -> None:
-    parallel, memory = config.parallel, config.memory
-    if parallel.pp > 1 and parallel.schedule not in _SCHEDULES:
-        raise UserError(
-            f"parallel.schedule {parallel.schedule}: MindSpore's compiler has no such order: use one of "
-            f"{', '.join(_SCHEDULES)}"
-        )
-    if parallel.cp > 1 and config.train.micro_batch_size > 1:
-        raise UserError(
-            f"train.micro_batch_size {config.train.micro_batch_size}: with parallel.cp the graph engine "
-            "takes one sample at a time on each rank: set it to 1"
-        )
-    if memory.activations.startswith("int8"):
-        raise UserError(
-            f"memory.activations {memory.activations}: the graph engine keeps activations exactly: use "
-            "device or host"
-        )
-    if memory.recompute in ("sqrt", "budget"):
-        raise UserError(
-            f"memory.recompute {memory.recompute}: the graph engine recomputes blocks one by one: use full, "
-            "every_k, selective or none"
-        )
+    """Refuse what would silently be something else."""
+    for holds, message in (*_parallel_problems(config), *_other_problems(config)):
+        if holds:
+            raise UserError(f"graph: {message}")
+
+
+def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    parallel, stage = config.parallel, config.parallel.zero_stage
+    yield (
+        parallel.pp > 1 and parallel.schedule not in _SCHEDULES,
+        f"parallel.schedule {parallel.schedule}: MindSpore's compiler has no such order: use one of "
+        f"{', '.join(_SCHEDULES)}",
+    )
+    yield (
+        parallel.pp > 1 and stage > 0 and config.model.tie_embeddings,
+        f"model.tie_embeddings with parallel.pp and zero_stage {stage}: MindSpore 2.10.0 does not sum the "
+        "gradients of a table over the stages that share it: set it to false, or zero_stage to 0",
+    )
+    yield (
+        parallel.cp > 1 and config.train.micro_batch_size > 1,
+        f"train.micro_batch_size {config.train.micro_batch_size}: with parallel.cp the graph engine takes "
+        "one sample at a time on each rank: set it to 1",
+    )
+    yield (
+        parallel.sync_each_microbatch != (stage >= 2),
+        f"parallel.sync_each_microbatch with zero_stage {stage}: hsdp reduces in every microbatch in stages "
+        "2 and 3 and once a step below: leave it on auto",
+    )
+    yield (
+        stage == 3 and not parallel.reshard_after_forward,
+        "parallel.reshard_after_forward: hsdp frees weights after forward: use zero_stage 2 to keep them",
+    )
+
+
+def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    precision, memory, offload = config.precision, config.memory, config.offload
+    yield (
+        {precision.reduce, precision.accumulate, precision.master} != {"fp32"},
+        "precision: gradients are reduced and kept in fp32, and so are weights: leave reduce, accumulate and "
+        "master on fp32",
+    )
+    yield (
+        config.model.dropout > 0,
+        "model.dropout: its masks are drawn on the host: set it to 0 for the graph engine",
+    )
+    yield (
+        config.data.reset_attention or config.data.reset_positions,
+        "data.reset_attention and data.reset_positions: there are no strategies for document masks: set both "
+        "to false",
+    )
+    yield (
+        memory.activations.startswith("int8"),
+        f"memory.activations {memory.activations}: activations are kept exactly: use device or host",
+    )
+    yield (
+        memory.recompute in ("sqrt", "budget"),
+        f"memory.recompute {memory.recompute}: blocks are recomputed one by one: use full, every_k, "
+        "selective or none",
+    )
+    yield (
+        (offload.optimizer, offload.params) != ("none", "none"),
+        "offload: MindSpore 2.10.0 has no switch for optimizer state or weights on the host: use none",
+    )
 
 
 def stages_of(config: RunConfig) -> Stages:
@@ -210,6 +255,9 @@ def auto_parallel(cell: nn.Cell, options: Options, num_inputs: int, folder: Path
         num_inputs: of the cell.
         folder: gets ``parallel_speed_up.json``; None: MindSpore's defaults.
     """
+    for param in cell.get_parameters():
+        if param.ndim == 0:
+            param.parallel_optimizer = False  # hsdp ends the process at a 0-d parameter (2.10.0)
     wrapped = AutoParallel(cell, "semi_auto")
     grid = options.grid
     # Data is cut along one dim only: cp ranks get whole sequences and take their part of them.

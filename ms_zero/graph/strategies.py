@@ -435,8 +435,7 @@ class ShardedLlamaLayer(Block):
 
 
 class TokenRows(nn.Cell):
-    """Rows of the table of tokens by index [N] -> [N, H]; tp cuts the table where it divides the
-    vocabulary."""
+    """Rows of the table of tokens by index; tp cuts the table where it divides the vocabulary."""
 
     def __init__(self, plain: Embedding, grid: Grid, dtype: ms.Type) -> None:
         super().__init__()
@@ -448,9 +447,10 @@ class TokenRows(nn.Cell):
         else:
             self.gather.shard(((1, 1), (rows,)))
 
-    def construct(self, indices: Tensor) -> Tensor:
-        """Look up."""
-        return self.gather(self.cast(self.weight, self.dtype), indices, 0)
+    def construct(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Map int32 [N] to [N, H]; returns the table too, in `dtype`, for a head that is tied to it."""
+        table = self.cast(self.weight, self.dtype)
+        return self.gather(table, indices, 0), table
 
 
 def is_vocabulary_cut(vocab_size: int, grid: Grid) -> bool:
@@ -480,20 +480,28 @@ def _tiled_positions(batch: int, length: int, most: int) -> Tensor:
 
 
 class Head(nn.Cell):
-    """Logits, fp32 [N, V]: columns cut over tp where it divides the vocabulary, else rows."""
+    """Logits, fp32 [N, V]: columns cut over tp where it divides the vocabulary, else rows.
 
-    def __init__(self, plain: Linear, grid: Grid, dtype: ms.Type) -> None:
+    A tied head has no weight of its own. It is given the table, so that a pipeline sends it to the last stage
+    and its gradient back: once a step each, whatever the number of microbatches. A Parameter that two stages
+    use would get wrong gradients from MindSpore 2.10.0: with hsdp they are not summed over the stages.
+    """
+
+    def __init__(self, plain: Linear, grid: Grid, dtype: ms.Type, *, tied: bool) -> None:
         super().__init__()
-        self.weight, self.parameter_rules, self.dtype = plain.weight, plain.parameter_rules, dtype
+        self.dtype, self.is_tied = dtype, tied
+        if not tied:
+            self.weight, self.parameter_rules = plain.weight, plain.parameter_rules
         rows, columns = logit_cuts(plain.weight.shape[0], grid)
         self.matmul = ops.MatMul(transpose_b=True).shard(
             (grid.layout(rows, "None"), grid.layout(columns, "None"))
         )
         self.cast, self.widen = ops.Cast(), ops.Cast()
 
-    def construct(self, x: Tensor) -> Tensor:
-        """Apply the product."""
-        return self.widen(self.matmul(x, self.cast(self.weight, self.dtype)), ms.float32)
+    def construct(self, x: Tensor, table: Tensor) -> Tensor:
+        """Map x [N, H]; table [V, H]: used when tied."""
+        weight = table if self.is_tied else self.cast(self.weight, self.dtype)
+        return self.widen(self.matmul(x, weight), ms.float32)
 
 
 def logit_cuts(vocab_size: int, grid: Grid) -> tuple[tuple[str, ...], str]:
@@ -512,13 +520,14 @@ class ShardedGPTTransformer(nn.Cell):
         self.h = nn.CellList([ShardedGPTBlock(block, num_heads, eps, grid, dtype) for block in plain.h])
         self.ln_f = RowNorm(plain.ln_f, eps, grid, dtype)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Map int32 ids [B, T] to [B T, H]."""
+    def construct(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Map int32 ids [B, T] to [B T, H], and return the table of tokens."""
         shape = input_ids.shape
-        x = self.add(self.wte(self.reshape(input_ids, (-1,))), self.wpe(shape))
+        rows, table = self.wte(self.reshape(input_ids, (-1,)))
+        x = self.add(rows, self.wpe(shape))
         for block in self.h:
             x = block(x, shape, None, None)
-        return self.ln_f(x)
+        return self.ln_f(x), table
 
 
 class ShardedGPT(nn.Cell):
@@ -527,7 +536,8 @@ class ShardedGPT(nn.Cell):
     def __init__(self, plain: GPT, num_heads: int, eps: float, grid: Grid, dtype: ms.Type) -> None:
         super().__init__()
         self.transformer = ShardedGPTTransformer(plain.transformer, num_heads, eps, grid, dtype)
-        self.lm_head = Head(plain.lm_head, grid, dtype)
+        tied = plain.lm_head.weight is plain.transformer.wte.weight
+        self.lm_head = Head(plain.lm_head, grid, dtype, tied=tied)
         name_parameters_by_path(self)
 
     @property
@@ -547,7 +557,8 @@ class ShardedGPT(nn.Cell):
 
     def construct(self, input_ids: Tensor, positions: None = None, starts: None = None) -> Tensor:
         """Return the logits."""
-        return self.lm_head(self.transformer(input_ids))
+        x, table = self.transformer(input_ids)
+        return self.lm_head(x, table)
 
 
 class ShardedLlamaModel(nn.Cell):
@@ -565,16 +576,16 @@ class ShardedLlamaModel(nn.Cell):
         self.layers = nn.CellList(layers)
         self.norm = RowNorm(plain.norm, eps, grid, dtype)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Map int32 ids [B, T] to [B T, H]."""
+    def construct(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Map int32 ids [B, T] to [B T, H], and return the table of tokens."""
         shape = input_ids.shape
         cos, sin = self.rotary_emb(input_ids)
         cos = self.reshape(cos.astype(self.dtype), (1, shape[1], 1, -1))
         sin = self.reshape(sin.astype(self.dtype), (1, shape[1], 1, -1))
-        x = self.embed_tokens(self.reshape(input_ids, (-1,)))
+        x, table = self.embed_tokens(self.reshape(input_ids, (-1,)))
         for layer in self.layers:
             x = layer(x, shape, cos, sin)
-        return self.norm(x)
+        return self.norm(x), table
 
 
 class ShardedLlama(nn.Cell):
@@ -586,7 +597,8 @@ class ShardedLlama(nn.Cell):
     ) -> None:
         super().__init__()
         self.model = ShardedLlamaModel(plain.model, num_heads, num_kv_heads, eps, grid, dtype)
-        self.lm_head = Head(plain.lm_head, grid, dtype)
+        tied = plain.lm_head.weight is plain.model.embed_tokens.weight
+        self.lm_head = Head(plain.lm_head, grid, dtype, tied=tied)
         name_parameters_by_path(self)
 
     @property
@@ -606,7 +618,8 @@ class ShardedLlama(nn.Cell):
 
     def construct(self, input_ids: Tensor, positions: None = None, starts: None = None) -> Tensor:
         """Return the logits."""
-        return self.lm_head(self.model(input_ids))
+        x, table = self.model(input_ids)
+        return self.lm_head(x, table)
 
 
 class ShardedCrossEntropySum(nn.Cell):

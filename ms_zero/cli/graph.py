@@ -1,0 +1,44 @@
+"""``ms-zero graph inspect``: the communication that MindSpore's compiler inserts for a run."""
+
+import json
+from pathlib import Path
+
+from ms_zero.config import load_config
+from ms_zero.errors import UserError
+from ms_zero.graph.frontend import Case, compile_case
+from ms_zero.graph.report import axis_bytes, render
+from ms_zero.mesh import AXES, Mesh
+
+
+def inspect(
+    run: str,
+    overrides: list[str],
+    *,
+    rank: int,
+    workers: int | None,
+    keep: str | None,
+    json_path: str | None,
+) -> int:
+    """Print what rank `rank` communicates in a step; returns the exit status."""
+    loaded = load_config(run, overrides, workers, to_run=False)
+    parallel = loaded.config.parallel
+    mesh = Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
+    if not 0 <= rank < mesh.world_size:
+        raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
+    arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
+    case = Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
+    compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
+    print(f"{run}: rank {rank} of {mesh.describe()}, compiled for Ascend by MindSpore's front end only")
+    print("\n".join(render(compiled.graph, mesh, rank)))
+    if json_path is not None:
+        report = {
+            "rank": rank,
+            "sent_bytes": axis_bytes(compiled.graph, mesh, rank),
+            "operations": [vars(each) | _tensors(each) for each in compiled.graph.operations],
+        }
+        Path(json_path).write_text(json.dumps(report, indent=1, default=str) + "\n")
+    return 0
+
+
+def _tensors(operation: object) -> dict[str, object]:
+    return {name: str(getattr(operation, name)) for name in ("sent", "received")}

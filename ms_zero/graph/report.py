@@ -1,0 +1,108 @@
+"""What the compiler inserts, for people and machines: operations in groups, and bytes by mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from ms_zero.graph.ir import Graph, Operation
+from ms_zero.mesh import Mesh
+
+_AXES = (
+    ("tp",), ("cp",), ("cp", "tp"), ("dp_shard",), ("dp_shard", "cp"), ("dp_replicate",),
+    ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp"),
+    ("dp_replicate", "dp_shard", "cp", "tp"), ("pp",),
+)  # fmt: skip
+# Paths of what is outside of the transformer blocks.
+_BLOCKS = ("/h-CellList/", "/layers-CellList/")
+
+
+def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
+    """The mesh axes that an operation's group spans: "tp", "dp_shard x cp"; "?" for none of ours."""
+    if operation.role == "pipeline":
+        return "pp"
+    for axes in _AXES:
+        used = tuple(axis for axis in axes if mesh.degree(axis) > 1)
+        if used and operation.ranks == mesh.members(rank, used):
+            return " x ".join(used)
+    return "?"
+
+
+def is_in_block(operation: Operation) -> bool:
+    """Whether an operation belongs to a transformer block; gradients and weights do not count."""
+    return any(part in operation.scope for part in _BLOCKS)
+
+
+def axis_bytes(graph: Graph, mesh: Mesh, rank: int) -> dict[str, float]:
+    """Bytes that the rank sends in a step by what for: "tp" and "cp" within blocks, "pp", "dp".
+
+    "outside": activations of embedding, head and loss; "other": lengths of gradients, token ids.
+    """
+    found = dict.fromkeys(("tp", "cp", "pp", "dp", "outside", "other"), 0.0)
+    for operation in graph.operations:
+        found[_heading(operation, mesh, rank)] += operation.bytes_sent * operation.times
+    return found
+
+
+def _heading(operation: Operation, mesh: Mesh, rank: int) -> str:
+    if operation.role in ("gradient", "weight"):
+        return "dp"
+    if operation.role == "pipeline":
+        return "pp"
+    if operation.role != "layout":
+        return "other"
+    axes = axes_of(operation, mesh, rank)
+    return axes if axes in ("tp", "cp") and is_in_block(operation) else "outside"
+
+
+def gathered_parameters(graph: Graph, mesh: Mesh, names: Mapping[str, object]) -> int:
+    """Elements of the model's parameters that this rank computes with, before data-parallel sharding.
+
+    ``names``: those of the parameters of the whole model.
+    """
+    total = 0
+    for name in names:
+        if name in graph.parameters:
+            cut = _is_gathered(graph, name)
+            degree = mesh.dp_shard * mesh.cp if mesh.dp_replicate > 1 else mesh.dp * mesh.cp
+            total += prod(graph.parameters[name].shape) * (degree if cut else 1)
+    return total
+
+
+def _is_gathered(graph: Graph, name: str) -> bool:
+    return any(each.parameter == name for each in graph.select(role="weight"))
+
+
+def render(graph: Graph, mesh: Mesh, rank: int) -> list[str]:
+    """A table of what communicates, most bytes first, and the sums."""
+    rows: dict[tuple[str, ...], list[float]] = {}
+    for each in graph.operations:
+        what = each.received if each.name in ("AllGather", "Receive") else each.sent
+        whom = f"rank {each.peer}" if each.peer is not None else f"{len(each.ranks)}: {_short(each.ranks)}"
+        key = (each.name, axes_of(each, mesh, rank), whom, each.role, each.phase, str(what))
+        row = rows.setdefault(key, [0, 0.0])
+        row[0] += each.times
+        row[1] += each.times * each.bytes_sent
+    head = ("times", "operation", "axes", "ranks", "for", "phase", "tensor", "sent")
+    lines = [head]
+    for key, (times, sent) in sorted(rows.items(), key=lambda item: -item[1][1]):
+        lines.append((str(int(times)), *key, _size(sent)))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    table = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines]
+    sums = axis_bytes(graph, mesh, rank)
+    total = ", ".join(f"{name} {_size(value)}" for name, value in sums.items() if value)
+    return [*table, f"sent by this rank in a step: {total or 'nothing'}"]
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 4:
+        return ",".join(map(str, ranks))
+    return f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return ""
