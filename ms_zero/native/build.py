@@ -1,5 +1,6 @@
 """Compile the CPU library with the host's C++ compiler."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -123,10 +124,22 @@ def build_library(
             list(pool.map(run_tool, commands))
         library = Path(scratch) / "library.so"
         run_tool([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        with library.open("ab") as file:  # the dynamic linker passes over what follows the sections
+            file.write(hashlib.sha256(library.read_bytes()).digest())
         library.chmod(mode)
         target = folder / library_name(root, variant)
         library.replace(target)
     return Build(target, variant.name, compiler)
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is as :func:`build_library` left it, with the SHA-256 of the rest at its end.
+
+    Loading one that lacks a part, after a crash of the machine or on a full disk, can kill the process.
+    """
+    content = library.read_bytes()
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
 
 
 def run_tool(command: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ms_zero import resources
 from ms_zero.errors import UserError
-from ms_zero.native.build import build_library
+from ms_zero.native.build import build_library, is_whole
 from ms_zero.native.sources import VARIANTS, Variant, best_variant, library_name, source_root
 
 _HOW_TO = "or choose the implementation without native code with hardware.kernels=portable"
@@ -85,7 +85,8 @@ def _loaded(name: str | None) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(found.path))
     except OSError as error:
-        raise UserError(f"kernels: cannot load {found.path}: {error}; delete it, {_HOW_TO}") from None
+        fix = f"set XDG_CACHE_HOME to a folder whose files may be loaded, {_HOW_TO}"
+        raise UserError(f"kernels: cannot load {found.path}: {error}; {fix}") from None
     library.msz_variant.restype = ctypes.c_char_p
     built_for = library.msz_variant().decode()
     if built_for != found.variant:
@@ -129,7 +130,7 @@ def _make_cache() -> Path:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return path.is_file() and _is_private(path)
+        return path.is_file() and _is_private(path) and is_whole(path)
     except OSError:  # HOME may be the unreadable one of somebody else; the file may be replaced meanwhile
         return False
 

@@ -4,6 +4,7 @@ Each case runs in fresh processes on a small source tree; PATH, cache and source
 never imported.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -164,13 +165,28 @@ def test_a_library_that_others_could_have_written_is_not_loaded(tree):
 
 
 @needs_compiler
-def test_a_truncated_library_is_named(tree):
+def test_a_damaged_library_is_built_again(tree):
+    """To load one can kill the process."""
+    run(tree)
+    (library,) = (tree.parent / ".cache" / "ms_zero" / "native").glob("*.so")
+    whole = library.read_bytes()
+    half = len(whole) // 2
+    for content in (whole[:half], whole[:half] + bytes(len(whole) - half)):
+        library.chmod(0o700)
+        library.write_bytes(content)
+        assert run(tree).startswith("loaded")
+        assert len(library.read_bytes()) == len(whole)
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_named(tree):
     run(tree)
     (library,) = (tree.parent / ".cache" / "ms_zero" / "native").glob("*.so")
     library.chmod(0o700)
-    library.write_bytes(library.read_bytes()[:100])
+    content = b"no library"
+    library.write_bytes(content + hashlib.sha256(content).digest())
     shown = run(tree)
-    assert shown.startswith(f"refused kernels: cannot load {library}") and "delete it" in shown
+    assert shown.startswith(f"refused kernels: cannot load {library}") and "XDG_CACHE_HOME" in shown
 
 
 @needs_compiler
