@@ -308,6 +308,8 @@ def _check_context_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
 def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["engine.kind"] != "graph":
         return
+    if facts.values.get("hardware.target") == "CPU" and facts.values.get("precision.compute") == "bf16":
+        yield "precision.compute", "bf16 is not available with engine graph on CPU; only fp32 or fp16 is"
     for path, available in _GRAPH_ENGINE.items():
         if facts.known(path) and facts.values[path] not in available:
             value = show(facts.values[path]).strip("'")
@@ -524,10 +526,9 @@ _GRAPH_ENGINE = {
     "parallel.tp": (1,),
     "parallel.ep": (1,),
     "parallel.zero_stage": (0,),
-    "precision.param": ("fp32",),
-    "precision.compute": ("fp32",),
     "precision.reduce": ("fp32",),
     "precision.accumulate": ("fp32",),
+    "precision.master": ("fp32",),
     "memory.recompute": ("none",),
     "memory.activations": ("device",),
     "offload.optimizer": ("none",),
@@ -849,7 +850,7 @@ _PARALLEL_RULES = (
         "The graph engine runs this",
         "unavailable",
         "engine: graph compiles training steps with MindSpore. This version runs data parallelism with whole "
-        "states in fp32 that way; the eager engine runs everything else.",
+        "states that way; the eager engine runs everything else.",
         "Change the key as the message says, or set engine to eager.",
         ("engine.kind",),
         _check_graph_engine,

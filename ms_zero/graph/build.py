@@ -7,9 +7,11 @@ from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.graph.engine import GraphEngine
 from ms_zero.graph.network import LossNetwork
+from ms_zero.graph.precision import compute_in
 from ms_zero.graph.step import GraphStep
 from ms_zero.graph.train import batch_extras, build_update, trained_parameters
 from ms_zero.models import initialise
+from ms_zero.precision.policy import DTYPES
 from ms_zero.precision.scaler import LossScaler
 
 # The ranks that see different data.
@@ -29,6 +31,7 @@ def build_graph_engine(
         resets: what restarts where a document begins.
     """
     optim, group = config.optim, pmesh.group(*_DATA_AXES)
+    compute_in(model, DTYPES[config.precision.compute], target=config.hardware.target)
     initialise(model, config.train.seed)
     update = build_update(optim, model, trained_parameters(model))
     step = GraphStep(
@@ -42,9 +45,13 @@ def build_graph_engine(
         group=group,
         bucket_bytes=int(config.parallel.bucket_mb * 2**20),
     )
-    return GraphEngine(model, step, group=group, resets=resets, notes=_notes(group.size))
+    notes = _notes(config.precision.compute, group.size)
+    return GraphEngine(model, step, group=group, resets=resets, notes=notes)
 
 
-def _notes(num_ranks: int) -> list[str]:
+def _notes(compute: str, num_ranks: int) -> list[str]:
     ranks = f", gradients summed over {num_ranks} ranks inside the graph" if num_ranks > 1 else ""
-    return [f"engine graph: steps compiled by MindSpore{ranks}; the first takes longer"]
+    return [
+        f"engine graph: steps compiled by MindSpore{ranks}; the first takes longer",
+        f"precision: weights fp32, computed with in {compute}; gradients and optimizer state fp32",
+    ]

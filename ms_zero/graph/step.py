@@ -66,7 +66,7 @@ class _Microbatch(nn.Cell):
         self.loss_and_gradients = ops.value_and_grad(self.scaled, None, params, has_aux=True)
 
     def scaled(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        loss = self.network(*batch)
+        loss = self.network(*batch).astype(ms.float32)
         return loss * self.factor, loss
 
     def construct(self, *batch: Tensor) -> Tensor:

@@ -397,6 +397,7 @@ CASES = [
         GPT,
     ),
     ("MZ069", "model.dropout", ["engine=graph", "model.dropout=0.1"], ["engine=graph"], 1, GPT),
+    ("MZ069", "precision.compute", ["engine=graph", "precision.policy=bf16"], ["engine=graph"], 1, GPT),
     ("MZ069", "parallel.tp", ["engine.kind=graph", "parallel.tp=2"], ["parallel.tp=2"], 2, GPT),
     ("MZ069", "parallel.zero_stage", ["engine=graph", "parallel.zero_stage=1"], ["engine=graph"], 2, GPT),
     ("MZ069", "memory.recompute", ["engine=graph", "memory.recompute=full"], ["engine=eager"], 1, GPT),

@@ -38,6 +38,13 @@ RUNS = {
         "precision.initial_scale=1e19",
         "precision.growth_interval=4",
     ),
+    # The loss scale starts so high that fp16 gradients overflow.
+    "gpt fp16": (
+        "train.accumulation_steps=1",
+        "precision.policy=fp16",
+        "precision.initial_scale=16777216",
+        "precision.loss_scale_convention=torch",
+    ),
     "gpt sgd": ("optim.kind=sgd", "optim.lr=0.1", "train.accumulation_steps=1", "model.num_layers=2"),
 }
 LLAMA = ("data.reset_attention=true", "data.reset_positions=true", "train.accumulation_steps=2")
@@ -135,10 +142,10 @@ def test_ten_steps_equal_those_of_the_eager_engine(name, files):
     graph, _ = trainer_of(local(), *overrides, *GRAPH, preset=preset)
     assert isinstance(graph.engine, GraphEngine)
     expected, ours = steps(eager, 10), steps(graph, 10)
-    check_equal(ours, expected)
+    check_equal(ours, expected, rtol=5e-3 if name == "gpt fp16" else 1e-5)
     assert graph.progress == eager.progress
     assert expected[-1][0] < expected[0][0]
-    assert eager.progress.skipped == (2 if name == "gpt scaled" else 0)
+    assert (eager.progress.skipped > 0) == (name in ("gpt scaled", "gpt fp16"))
 
 
 def test_evaluation_gives_the_loss_of_the_eager_engine(files):
