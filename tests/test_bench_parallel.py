@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAFFIC = {f"traffic_{axis}_over_theory" for axis in ("tp", "sp", "pp")}
+TRAFFIC = {f"traffic_{axis}_over_theory" for axis in ("tp", "sp", "cp", "ulysses", "ep", "pp")}
 BUBBLES = {f"bubble_measured_over_formula_{name}" for name in ("gpipe", "1f1b", "interleaved", "zb_h1")}
 MEASURED = {f"{name}_over_1f1b_measured" for name in ("interleaved", "zb_h1")}
 SIMULATED = {f"{name}_over_1f1b_simulated" for name in ("interleaved", "zb_h1")}
@@ -33,7 +33,8 @@ def test_the_quick_benchmark_reports_all_figures(metrics):
 
 def test_bytes_sent_are_those_of_the_theory(metrics):
     for name in TRAFFIC:
-        assert metrics[name] == pytest.approx(1, abs=0.02), name
+        # How many tokens leave a rank for their experts is up to the routers.
+        assert metrics[name] == pytest.approx(1, abs=0.2 if "_ep_" in name else 0.02), name
 
 
 def test_interleaving_and_zero_bubble_save_what_the_formulas_say(metrics):
