@@ -83,9 +83,8 @@ def dispatch_bytes(layer: LayerShape, hidden_size: int, layout: Layout, imbalanc
     """Buffers of the two all-to-all exchanges of a layer with experts: what is sent and what arrives."""
     if layer.experts is None or layout.ep == 1:
         return 0.0
-    along = layout.tp if layout.sequence_parallel else 1
     copies = (1 + imbalance) * layer.experts.top_k * hidden_size
-    return _tokens(layout) * copies * layout.precision.activation / along
+    return _tokens(layout) * copies * layout.precision.activation
 
 
 def _tokens(layout: Layout) -> float:

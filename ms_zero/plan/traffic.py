@@ -7,6 +7,7 @@ With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
 - context parallelism (ring) K and V forward, K, V and their gradients backward, (c - 1)/c of each; Ulysses
   1/c of Q, K, V and the result forward and of their gradients backward, (c - 1)/c of them leave;
 - expert parallelism two all-to-alls forward and two backward of k copies of a token, (e - 1)/e of them leave;
+  tensor-parallel ranks route the same tokens, also under sequence parallelism;
 - a pipeline b s h at every border, each way;
 - data parallelism by the book of ``ms_zero.plan.zero``, of experts among the ranks that hold the same ones.
 """
@@ -87,9 +88,8 @@ def step_bytes(shape: ModelShape, layout: Layout, parameters: float) -> dict[str
         sums["tp"] += number * again * tensor_parallel(tokens, shape.hidden_size, layout.tp)
         context += number * context_bytes(layer.attention, layout)
         if layer.experts:
-            own = tokens / (layout.tp if layout.sequence_parallel else 1)
             copies = layer.experts.top_k
-            sums["ep"] += number * again * expert_parallel(own, shape.hidden_size, copies, layout.ep)
+            sums["ep"] += number * again * expert_parallel(tokens, shape.hidden_size, copies, layout.ep)
     found = {axis: count * width * elements / layout.pp for axis, elements in sums.items()}
     found["cp"] = count * context / layout.pp
     split = layout.tp if layout.sequence_parallel else 1

@@ -220,7 +220,6 @@ def _expert_seconds(
     """Every token's copies go to their experts and come back."""
     if layer.experts is None or layout.ep == 1:
         return 0.0
-    own = tokens / (layout.tp if layout.sequence_parallel else 1)
-    volume = own * layer.experts.top_k * shape.hidden_size * layout.precision.activation
+    volume = tokens * layer.experts.top_k * shape.hidden_size * layout.precision.activation
     return 2 * network.all_to_all(volume, layout.ep, layout.tp)
 

@@ -1,15 +1,17 @@
 """Run files that the planner writes: accepted by our own config, or exact about what is not."""
 
-from dataclasses import replace
-
 import pytest
 
 from ms_zero.config import check_config, load_config
 from ms_zero.errors import UserError
+from ms_zero.plan import runfile
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.planner import Request, make_plan
 from ms_zero.plan.run import layout_of
 from ms_zero.plan.runfile import layout_keys, run_file, split_keys, write_run_file
+
+# A setting that no version has a key for.
+LATER = ("parallel.later", 4, 1)
 
 
 def plan(model, devices, seq_len, **options):
@@ -69,15 +71,16 @@ def test_what_is_recommended_is_accepted(model, devices, tmp_path):
 
 
 def test_what_has_no_key_is_named():
-    known, missing = split_keys(layout_keys(Layout(seq_len=8, ep=4, dp_shard=4), "bf16"))
-    assert missing == ["parallel.ep: 4"]
-    assert known["parallel"]["dp_shard"] == 4 and known["precision"] == {"policy": "bf16"}
+    wanted = [*layout_keys(Layout(seq_len=8, ep=4, dp_shard=4), "bf16"), LATER, ("parallel.other", 1, 1)]
+    known, missing = split_keys(wanted)
+    assert missing == ["parallel.later: 4"]
+    assert known["parallel"]["ep"] == 4 and known["precision"] == {"policy": "bf16"}
 
 
-def test_what_has_no_key_is_named_in_the_file_too(parallel):
-    choice = replace(parallel.choice, layout=parallel.choice.layout.replace(ep=4))
-    written = run_file(replace(parallel, choice=choice), "runs/x")
-    assert "# not in this version: parallel.ep: 4" in written.text
+def test_what_has_no_key_is_named_in_the_file_too(parallel, monkeypatch):
+    monkeypatch.setattr(runfile, "layout_keys", lambda *given: [*layout_keys(*given), LATER])
+    written = run_file(parallel, "runs/x")
+    assert "# not in this version: parallel.later: 4" in written.text
 
 
 def test_the_batch_algebra_is_kept(parallel, tmp_path):
@@ -102,9 +105,14 @@ def test_a_file_is_not_overwritten(simple, tmp_path):
         write_run_file(simple, tmp_path / "no" / "run.yaml")
 
 
-def test_models_that_cannot_be_trained_are_named(tmp_path):
-    mixture = plan("mixtral-8x7b", 64, 4096, tokens=1e12)
-    assert any("moe" in line for line in write_run_file(mixture, tmp_path / "run.yaml"))
+def test_a_model_with_experts_is_written_with_its_degrees(tmp_path):
+    mixture, path = plan("mixtral-8x7b", 64, 4096, tokens=1e12), tmp_path / "run.yaml"
+    assert write_run_file(mixture, path) == []
+    written, layout = layout_of(load_config(path, world_size=64).config), mixture.choice.layout
+    degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "zero_stage")
+    assert {name: getattr(written, name) for name in degrees} == {
+        name: getattr(layout, name) for name in degrees
+    }
 
 
 def test_nothing_is_written_where_nothing_fits(tmp_path):
