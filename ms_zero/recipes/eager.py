@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_zero import kernels
-from ms_zero._compat import no_grad, tape
+from ms_zero._compat import is_recording, no_grad, tape
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import IGNORED_LABEL, NO_RESETS, DocumentResets
@@ -134,7 +134,7 @@ class EagerEngine:
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
-        """Summed token loss of one batch without gradients, in nats; auxiliary losses as in training."""
+        """Summed token loss of one batch without gradients, in nats; without auxiliary losses."""
         with no_grad(), self._without_dropout():
             return float(self._samples.total(self._loss(input_ids, labels, document_starts)).asnumpy())
 
@@ -157,13 +157,13 @@ class EagerEngine:
         return {name: Tensor(array) for name, array in arrays.items()}
 
     def _loss_of(self, result: Tensor | tuple[Tensor, Tensor], labels: np.ndarray) -> Tensor:
-        """Summed token loss; the auxiliary loss of a sequence is added to that of each of its valid tokens.
+        """Summed token loss; in training with the auxiliary loss of a sequence for each of its valid tokens.
 
         So the loss of a step is the same however its sequences are spread over microbatches and ranks.
         """
         logits, aux = result if isinstance(result, tuple) else (result, None)
         loss = self._loss_sum(logits.reshape((-1, logits.shape[-1])), Tensor(labels.reshape(-1)))
-        if aux is None:
+        if aux is None or not is_recording():
             return loss
         valid = Tensor((labels != IGNORED_LABEL).sum(1, dtype=np.float32))
         return loss + ops.ReduceSum()(aux * valid)

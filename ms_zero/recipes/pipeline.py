@@ -365,7 +365,7 @@ class PipelineEngine(EagerEngine):
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
-        """Summed token loss of one batch without gradients, in nats; equal on the ranks of the pipeline."""
+        """As in `EagerEngine`; equal on the ranks of the pipeline."""
         inputs = self._inputs(input_ids, document_starts)
         microbatch = _Microbatch(inputs, self._samples.labels(labels), 1.0, lambda: None)
         with self._without_dropout():
