@@ -2,6 +2,7 @@
 // address sanitizer catches every access outside. Checks what holds for any input: each function succeeds and gives
 // the same bits with another number of threads.    usage: fuzz_compute SEED ITERATIONS
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -32,6 +33,12 @@ int msz_attention(const void *, const void *, const void *, int, const int32_t *
 int msz_attention_grad(const void *, const void *, const void *, const void *, const void *, int, const int32_t *,
                        const float *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t, float,
                        int);
+int msz_attention_block(const void *, const void *, const void *, int, const int32_t *, const int32_t *,
+                        const int32_t *, float *, float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float,
+                        int);
+int msz_attention_block_grad(const void *, const void *, const void *, const void *, const void *, int, const int32_t *,
+                             const int32_t *, const int32_t *, const float *, float *, float *, float *, int64_t,
+                             int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
 int msz_linear(const void *, const void *, const void *, void *, int, int64_t, int64_t, int64_t, int);
 int msz_linear_grad_input(const void *, const void *, void *, int, int64_t, int64_t, int64_t, int);
 int msz_linear_grad_weight(const void *, const void *, void *, int, int64_t, int64_t, int64_t, int);
@@ -181,6 +188,48 @@ void attention_case(int dtype) {
   });
 }
 
+std::vector<int32_t> ascending(int64_t count) {
+  std::vector<int32_t> places(count);
+  int32_t place = static_cast<int32_t>(below(100));
+  for (int32_t &each : places) each = place += 1 + static_cast<int32_t>(below(3));
+  return places;
+}
+
+// Two blocks of keys, one after the other; what is added to starts anew in every run.
+void attention_block_case(int dtype) {
+  const int64_t batch = 1 + below(2), length = below(150), count = below(150), kv_heads = 1 + below(2);
+  const int64_t heads = kv_heads * (1 + below(2)), dim = 2 * (1 + below(40)), sums = batch * heads * length;
+  const int64_t queries = sums * dim, keys = batch * count * kv_heads * dim;
+  const Array q(queries, dtype), k(keys, dtype), v(keys, dtype), half(queries, dtype), dout(queries, dtype);
+  const Array out(queries, 0), logs(sums, 0), dq(queries, 0), dk(keys, 0), dv(keys, 0);
+  const std::vector<int32_t> places = ascending(length), first = ascending(count), second = ascending(count);
+  std::vector<int32_t> starts(batch * length);
+  for (int32_t &start : starts) start = static_cast<int32_t>(below(300));
+  const int32_t *given = below(2) ? starts.data() : nullptr;
+  twice("attention_block", {&out, &logs}, [&](int t) {
+    std::fill_n(out.get<float>(), queries, 0.0f);
+    std::fill_n(logs.get<float>(), sums, INFINITY);
+    int status = 0;
+    for (const std::vector<int32_t> *at : {&first, &second}) {
+      status |= msz_attention_block(q.get(), k.get(), v.get(), dtype, places.data(), at->data(), given,
+                                    out.get<float>(), logs.get<float>(), batch, length, count, heads, kv_heads, dim,
+                                    0.3f, t);
+    }
+    return status;
+  });
+  twice("attention_block_grad", {&dq, &dk, &dv}, [&](int t) {
+    std::fill_n(dq.get<float>(), queries, 0.0f);
+    for (const Array *grad : {&dk, &dv}) std::fill_n(grad->get<float>(), keys, 0.0f);
+    int status = 0;
+    for (const std::vector<int32_t> *at : {&first, &second}) {
+      status |= msz_attention_block_grad(q.get(), k.get(), v.get(), half.get(), dout.get(), dtype, places.data(),
+                                         at->data(), given, logs.get<float>(), dq.get<float>(), dk.get<float>(),
+                                         dv.get<float>(), batch, length, count, heads, kv_heads, dim, 0.3f, t);
+    }
+    return status;
+  });
+}
+
 }  // namespace
 
 int main(int, char **arguments) {
@@ -193,6 +242,7 @@ int main(int, char **arguments) {
     embedding_case(dtype, below(70), 1 + below(40), 1 + below(200));
     linear_case(dtype, below(130), below(90), below(150));
     attention_case(dtype);
+    attention_block_case(dtype);
     const int64_t n = below(300);
     const Array in(n, 0), out(n, 0);
     twice("round_to", {&out}, [&](int t) { return msz_round_to(in.get<float>(), out.get<float>(), 1 + dtype % 2, n, t); });
