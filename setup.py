@@ -71,7 +71,9 @@ def build_ascend(target: Path) -> None:
     """The package of AscendC operators, by the script that also serves by hand."""
     if not os.environ.get("ASCEND_HOME_PATH"):
         raise UserError("ASCEND_HOME_PATH is not set: source the set_env.sh of CANN")
-    cpu.run_tool(["bash", str(ROOT / "ops" / "build_ascend.sh"), str(target / "ascend")])
+    script = str(ROOT / "ops" / "build_ascend.sh")
+    # MindSpore's compiler is looked for where this Python is installed.
+    cpu.run_tool(["bash", script, str(target / "ascend")], PYTHON=sys.executable)
 
 
 def build_native(target: Path) -> None:

@@ -142,16 +142,24 @@ def is_whole(library: Path) -> bool:
     return content[-size:] == hashlib.sha256(content[:-size]).digest()
 
 
-def run_tool(command: Sequence[str]) -> str:
-    """Standard output of a compiler; raises UserError with its first error line when it fails."""
+def run_tool(command: Sequence[str], **environment: str) -> str:
+    """Standard output of a compiler; raises UserError with its first error line when it fails.
+
+    `environment` is added to that of this process.
+    """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{command[0]}: {one_line(str(error))[:300]}") from None
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        first = next((line for line in lines if "error" in line.lower()), lines[0])
-        raise UserError(f"{command[0]} ended with status {done.returncode}: {one_line(first)[:300]}")
+        telling = [line for word in ("error:", "error") for line in lines if word in line.lower()] or lines
+        raise UserError(f"{command[0]} ended with status {done.returncode}: {one_line(telling[0])[:300]}")
     return done.stdout
