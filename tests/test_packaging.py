@@ -150,7 +150,7 @@ def test_an_install_without_compilers_passes_and_says_what_it_lacks(small_source
         ({"MS_ZERO_BUILD_ASCEND": "1", "ASCEND_HOME_PATH": ""}, "=1, but ASCEND_HOME_PATH is not set"),
         (
             {"MS_ZERO_BUILD_ASCEND": "1", "ASCEND_HOME_PATH": "/nowhere"},
-            "=1, but bash ended with status 1: build_ascend.sh: error: ASCEND_HOME_PATH=/nowhere is no folder",
+            "build_ascend.sh: error: ASCEND_HOME_PATH=/nowhere is no folder",
         ),
         ({"MS_ZERO_BUILD_CUDA": "yes"}, "MS_ZERO_BUILD_CUDA=yes: expected auto, 0 or 1"),
     ],
