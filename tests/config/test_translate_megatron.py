@@ -21,6 +21,7 @@ def fates(translation):
 
 CASES = [
     ("--tensor-model-parallel-size 4", "parallel", {"tp": 4}),
+    ("--expert-model-parallel-size 4", "parallel", {"ep": 4}),
     ("--context-parallel-size 2 --cp-comm-type p2p", "parallel", {"cp": 2, "context": "ring"}),
     ("--context-parallel-size 4 --cp-comm-type a2a", "parallel", {"cp": 4, "context": "ulysses"}),
     ("--use-distributed-optimizer", "parallel", {"zero_stage": 1}),

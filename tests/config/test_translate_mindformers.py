@@ -190,7 +190,13 @@ def test_a_model_with_experts_is_told(translate):
     model = "model: {model_type: deepseek_v3, hidden_size: 64, num_hidden_layers: 2, n_routed_experts: 8}\n"
     translation = translate(f"training: {{steps: 3}}\n{model}")
     assert "model" not in translation.values
-    assert any("not trained by this version" in note.reason for note in translation.notes)
+    assert any("describe it with model.family moe" in note.reason for note in translation.notes)
+
+
+def test_expert_parallelism_is_among_the_ranks_of_data_parallelism(translate):
+    old = "parallel_config: {data_parallel: 8, model_parallel: 2, expert_parallel: 4}\n"
+    for text in (old, "parallelism: {data_parallel_shard: 8, tensor_parallel: 2, expert_parallel: 4}\n"):
+        assert translate(text).values["parallel"]["ep"] == 4
 
 
 def test_callbacks_tell_intervals(translate):

@@ -121,9 +121,9 @@ def _refuse_model(notes: RunNotes, rope: bool, rms: bool, gated: bool) -> None:
     parts = f"{'rotary' if rope else 'learned'} positions, {'RMSNorm' if rms else 'LayerNorm'}"
     reason = f"no model family here has {parts} and {'SwiGLU' if gated else 'GELU'}"
     if notes.has("--num-experts"):
-        reason = "models with experts are not trained by this version"
+        reason = "the shape of a model with experts is not translated; describe it with model.family moe"
     elif _on(notes, "--multi-latent-attention"):
-        reason = "latent attention is not trained by this version"
+        reason = "latent attention is not translated; describe it with model.latent of family moe"
     names = ["--hidden-size", *_SHAPE, "--group-query-attention", "--num-query-groups", "--swiglu"]
     names += ["--position-embedding-type", "--normalization", "--disable-bias-linear", "--add-qkv-bias"]
     names += ["--qk-layernorm", "--untie-embeddings-and-output-weights", "--use-rotary-position-embeddings"]

@@ -14,7 +14,7 @@ _TOKENIZER = "name a tokenizer.json with data.tokenizer_file, or data.tokenizer 
 _TIED_SIZE = "the embedding has model.vocab_size rows; set it to the padded size"
 _P2P = "how stages talk is up to the pipeline"
 _TESTS = "a check of Megatron's own"
-_NO_EXPERTS = "models with experts are not trained by this version"
+_SHAPE_OF_EXPERTS = "the shape of a model with experts is not translated; describe it with model.family moe"
 
 TABLE: Mapping[str, Entry] = {
     "--seq-length": To("data.seq_len"),
@@ -30,8 +30,8 @@ TABLE: Mapping[str, Entry] = {
     "--pipeline-model-parallel-size": To("parallel.pp"),
     "--context-parallel-size": To("parallel.cp"),
     "--expert-model-parallel-size": To("parallel.ep"),
-    "--expert-tensor-parallel-size": No(_NO_EXPERTS),
-    "--num-experts": No(_NO_EXPERTS),
+    "--expert-tensor-parallel-size": No("experts are cut over parallel.tp"),
+    "--num-experts": No(_SHAPE_OF_EXPERTS),
     "--num-distributed-optimizer-instances": To(
         "parallel.dp_replicate", integer, "replicas of the sharded optimizer"
     ),
@@ -167,13 +167,13 @@ PREFIXES: Mapping[str, str] = {
     "tp-comm": _KERNELS,
     "disable-tp-comm": _KERNELS,
     "fp8": "fp8 is not in this version",
-    "moe-": _NO_EXPERTS,
+    "moe-": _SHAPE_OF_EXPERTS,
     "mtp-": "multi-token prediction is not trained by this version",
-    "q-lora": "latent attention is not trained by this version",
-    "kv-lora": "latent attention is not trained by this version",
-    "qk-head": "latent attention is not trained by this version",
-    "qk-pos": "latent attention is not trained by this version",
-    "v-head": "latent attention is not trained by this version",
+    "q-lora": "latent attention is not translated; describe it with model.latent of family moe",
+    "kv-lora": "latent attention is not translated; describe it with model.latent of family moe",
+    "qk-head": "latent attention is not translated; describe it with model.latent of family moe",
+    "qk-pos": "latent attention is not translated; describe it with model.latent of family moe",
+    "v-head": "latent attention is not translated; describe it with model.latent of family moe",
     "encoder-": "models are decoders",
     "retro-": "retrieval is not offered",
     "vision-": "models read text",

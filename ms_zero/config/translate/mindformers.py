@@ -435,14 +435,14 @@ def _model(notes: RunNotes, section: str) -> None:
     )
     kind = str(notes.get(source, "")).lower()
     family = "gpt" if "gpt2" in kind else "llama" if any(word in kind for word in keys.LLAMA_LIKE) else None
-    if "n_routed_experts" in names or "num_experts" in names or "moe" in kind or "deepseek" in kind:
-        family = None
+    has_experts = "n_routed_experts" in names or "num_experts" in names
+    reason = f"{kind or 'this model'} is not trained by this version; see models/"
+    if has_experts or "moe" in kind or "deepseek" in kind:
+        family, reason = None, keys.SHAPE_OF_EXPERTS
     if family is None and "hidden_size" in names:
         for name in (*keys.SHAPE, *keys.GROUPS):
             if notes.has(f"{at}{name}"):
-                notes.drop(
-                    f"{at}{name}", f"{kind or 'this model'} is not trained by this version; see models/"
-                )
+                notes.drop(f"{at}{name}", reason)
     elif family is not None:
         notes.put(source, "model.family", family)
         _shape(notes, at, family)

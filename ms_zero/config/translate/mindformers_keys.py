@@ -12,7 +12,9 @@ _CONTEXT = "a setting of the MindSpore context"
 _NOT_BOTH = "the method decides"
 _PROFILER = "profiles are taken outside of the run file"
 _EQUAL = "stages get equal numbers of blocks"
-_EXPERTS = "models with experts are not trained by this version"
+SHAPE_OF_EXPERTS = "the shape of a model with experts is not translated; describe it with model.family moe"
+"""Why the keys of such a model are left out."""
+_EXCHANGE = "tokens go straight to the ranks of their experts, as many as there are"
 
 LLAMA_LIKE = ("llama", "qwen2", "qwen3", "mistral", "internlm", "yi")
 """Words in the type of a model whose blocks are those of family llama."""
@@ -74,8 +76,8 @@ GRAPH: Mapping[str, Entry] = {
     "parallel_config.ulysses_degree_in_cp": Only(1, _NOT_BOTH, "ring and Ulysses are not mixed"),
     "parallel_config.mem_coeff": No(_GRAPH),
     "parallel_config.optimizer_shard": No("an old name; parallel.enable_parallel_optimizer decides"),
-    "parallel_config.expert_model_parallel": No(_EXPERTS),
-    "parallel_config.npu_nums_per_device": No(_EXPERTS),
+    "parallel_config.expert_model_parallel": No("experts are cut over parallel.tp"),
+    "parallel_config.npu_nums_per_device": No(_EXCHANGE),
     "parallel_config.reduce_in_head": No(_GRAPH),
     "parallel.parallel_optimizer_config.gradient_accumulation_shard": To(
         "parallel.sync_each_microbatch", bool
@@ -115,7 +117,7 @@ GRAPH_SECTIONS: Mapping[str, str] = {
     "parallel": _GRAPH,
     "context": _CONTEXT,
     "recompute_config": "every block is treated alike, see memory.recompute",
-    "moe_config": _EXPERTS,
+    "moe_config": SHAPE_OF_EXPERTS,
     "swap_config": "see offload and memory.activations",
     "runner_wrapper": "one step for every layout",
     "model.arch": "see model.family",
@@ -189,8 +191,8 @@ PYNATIVE: Mapping[str, Entry] = {
     "parallelism.pipeline_parallel_overlap_p2p": No("how stages talk is up to the pipeline"),
     "parallelism.pipeline_parallel_overlap_b_f": No("how stages talk is up to the pipeline"),
     "parallelism.pipeline_parallel_enable_dxdw_split": No("see the schedules of a pipeline"),
-    "parallelism.npu_nums_per_device": No("belongs to experts"),
-    "parallelism.moe_token_dispatcher_type": No(_EXPERTS),
+    "parallelism.npu_nums_per_device": No(_EXCHANGE),
+    "parallelism.moe_token_dispatcher_type": No(_EXCHANGE),
     "checkpoint.enable_save": Only(True, "the last step is always saved", "the last step is always saved"),
     "checkpoint.save_path": To("train.output_dir", str, "checkpoints lie below it"),
     "checkpoint.save_max": To("checkpoint.keep"),
