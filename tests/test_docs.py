@@ -127,12 +127,25 @@ def test_the_program_of_the_zero_page_runs(tmp_path):
 
 def test_the_run_file_schedule_and_commands_of_the_parallel_page_work(tmp_path):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    for name, text in zip(("context.yaml", "pipeline.yaml"), blocks("parallel.md", "yaml"), strict=True):
+    names = ("context.yaml", "experts.yaml", "pipeline.yaml")
+    for name, text in zip(names, blocks("parallel.md", "yaml"), strict=True):
         (tmp_path / name).write_text(text)
     (tmp_path / "swapped.csv").write_text(blocks("parallel.md", "text")[0])
     for command in [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]:
         shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
         assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+
+
+def test_the_run_file_commands_and_program_of_the_page_on_experts_work(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "mixture.yaml").write_text(blocks("moe.md", "yaml")[0])
+    load_config(tmp_path / "mixture.yaml", world_size=2)
+    for command in blocks("moe.md", "bash")[0].splitlines():
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+    (tmp_path / "program.py").write_text(blocks("moe.md", "python")[0])
+    shown = run(f"{sys.executable} program.py", tmp_path)
+    assert shown.stdout.startswith("learns: True  balance 1."), shown.stdout + shown.stderr
 
 
 def test_the_run_file_and_commands_of_the_graph_page_work(tmp_path):
