@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from ms_zero.config import load_config
+from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
-from ms_zero.pipeline.schedule import Action, build, held_after, peak_in_flight
+from ms_zero.pipeline.schedule import Action, build, held_after, peak_in_flight, write_csv
 from ms_zero.plan.layout import FP32, MIXED, MIXED_FP32_GRADIENTS, Layout, in_flight, split_layers
+from ms_zero.plan.memory import MemoryModel
 from ms_zero.plan.models import load_model
-from ms_zero.plan.run import layout_of, memory_model_of
+from ms_zero.plan.run import layout_of, memory_model_of, stage_layers
+from ms_zero.plan.shapes import from_config
 from ms_zero.plan.time import TimeModel
 
 RUN = """
@@ -170,6 +173,44 @@ def test_what_a_run_file_says_reaches_the_layout(tmp_path, section, expected):
     path.write_text(f"{RUN}{section}\n")
     layout = layout_of(load_config(path, world_size=None, to_run=False).config)
     assert {name: getattr(layout, name) for name in expected} == expected
+
+
+PIPELINE = "parallel: {pp: 2, %s}\n"
+
+
+def layers_of(tmp_path, parallel, more=""):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{RUN}{PIPELINE % parallel}{more}")
+    config = load_config(path, world_size=None, to_run=False).config
+    return layout_of(config).layers_of_chunks(from_config(config.model)), stage_layers(config, 2)
+
+
+def test_the_planner_and_a_run_share_blocks_out_alike(tmp_path):
+    assert layers_of(tmp_path, "stage_layers: [1, 3]") == ((1, 3), (1, 3))
+    by_parameters = layers_of(tmp_path, "stage_balance: parameters")
+    assert by_parameters[0] == by_parameters[1] and sum(by_parameters[0]) == 4
+    wide = "model: {vocab_size: 100000, num_layers: 12}\n"
+    assert layers_of(tmp_path, "stage_balance: parameters", wide) == ((6, 6), (6, 6))
+    # Rows are read from an embedding, and the whole head is multiplied: by time the last stage has less.
+    for hardware in ("", "hardware: {target: Ascend, device: ascend-910b2}\nprecision: {policy: bf16}\n"):
+        planned, run = layers_of(tmp_path, "stage_balance: time", wide + hardware)
+        assert planned == run and planned[0] > 6, hardware
+
+
+def test_a_schedule_from_a_file_cannot_be_planned(tmp_path):
+    path = tmp_path / "mine.csv"
+    write_csv(build("1f1b", 2, 5), path)
+    with pytest.raises(UserError, match=r"published schedules only, not .*mine\.csv"):
+        layers_of(tmp_path, f"schedule: {path}")
+
+
+def test_a_chunk_may_have_no_layers():
+    shape = load_model("llama3.1-8b")
+    layout = Layout(seq_len=4096, pp=3, microbatches=4, chunk_layers=(0, 32, 0), recompute="selective")
+    assert layout.violations(shape) == []
+    memory, time = MemoryModel(shape).report(layout), TimeModel(shape, load_device("ascend-910b2"))
+    assert [stage.parts.get("activations", 0.0) > 0 for stage in memory.stages] == [False, True, False]
+    assert time.simulate(layout).step > time.simulate(layout.replace(chunk_layers=None)).step
 
 
 def test_the_kernels_of_a_run_decide_what_is_kept(tmp_path):

@@ -1,5 +1,7 @@
 """A model split over stages trains, evaluates, skips and resumes like one that is not."""
 
+from math import prod
+
 import numpy as np
 import pytest
 from mindspore import nn
@@ -12,10 +14,13 @@ from ms_zero.mesh import Mesh
 from ms_zero.models.init import initialise
 from ms_zero.models.layers import Embedding, Linear, name_parameters_by_path
 from ms_zero.optim import SGD
+from ms_zero.pipeline.balance import balance
 from ms_zero.pipeline.schedule import build, in_flight_bound
-from ms_zero.pipeline.stage import Chain
+from ms_zero.pipeline.stage import Chain, cell_at
+from ms_zero.plan.run import stage_layers
+from ms_zero.recipes.build import build_model
 from ms_zero.recipes.eager import EagerEngine
-from ms_zero.recipes.pipeline import PipelineEngine, split_model
+from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
 from ms_zero.runner import build_trainer, load_data
 from ms_zero.testing.parity import Plan, run_cases
 from ms_zero.testing.pipeline_matrix import pipeline_cases
@@ -82,6 +87,24 @@ def test_however_blocks_are_shared_out_numbers_and_reductions_are_the_same(tmp_p
         np.testing.assert_allclose(numbers, np.broadcast_to(numbers[0], np.shape(numbers)), rtol=2e-6)
         # A chunk is reduced when it was visited, not whenever any of its rank was.
         assert found["interleaved"][1] == found["plain"][1], rank
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "llama-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_the_planner_shares_blocks_out_as_the_model_itself_would_be(preset, tied):
+    overrides = ["model.num_layers=9", f"model.tie_embeddings={tied}", "model.vocab_size=2000"]
+    config = load_config(f"runs/{preset}", overrides, to_run=False).config
+    model = build_model(config.model)
+    chain = chain_of(model)
+
+    def size(*cells):
+        return sum(prod(param.shape) for cell in cells for param in cell.get_parameters())
+
+    first, last = (size(*(cell_at(model, path) for path in paths)) for paths in (chain.first, chain.last))
+    costs = [size(block) for block in cell_at(model, chain.blocks)]
+    for num_stages in (2, 3, 4):
+        ranges = balance(costs, num_stages, first=first, last=last)
+        assert stage_layers(config, num_stages) == tuple(map(len, ranges))
 
 
 def store(comm, trainer, root):
