@@ -243,6 +243,13 @@ class GraphStep:
             with np.errstate(over="ignore", invalid="ignore"):
                 yield param.name, kept.asnumpy() / np.float32(self.loss_scale)
 
+    def graphs(self) -> dict[str, nn.Cell]:
+        """What is compiled, for inspection: "microbatch", "end" and "update".
+
+        The first takes the tensors of a microbatch, the second nothing, the third twice fp32 [16].
+        """
+        return {"microbatch": self._microbatch, "end": self._end, "update": self._apply}
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes on this rank: "weights" that are trained, "gradients", "optimizer"."""
         size = sum(prod(param.shape) for param in self.params) * _FP32_BYTES
