@@ -104,7 +104,7 @@ _DATA_QUICK = (
     (DEEPSEEK, 2, 1, 3, _zero(3, "memory.recompute=full")),
     (CAPACITY, 1, 1, 3, _zero(0, "memory.recompute=sqrt")),
     (QWEN, 2, 1, 2, _zero(2, "memory.recompute=selective")),
-    (FP16, 2, 1, 3, _zero(3)),
+    (FP16, 2, 1, 2, _zero(3)),
     (BF16, 2, 1, 1, _zero(1)),
 )
 _DATA = (
