@@ -49,7 +49,13 @@ _ONCE, _TWICE = "train.accumulation_steps=1", "train.accumulation_steps=2"
 _LAYOUTS = MappingProxyType(
     {
         "dp 2, zero 0": (_ONCE, "parallel.zero_stage=0"),
-        "dp 2, zero 1, 2 replicas": (_ONCE, "parallel.zero_stage=1", "parallel.dp_replicate=2"),
+        "dp 2, zero 1, 2 replicas, offload": (
+            _ONCE,
+            "parallel.zero_stage=1",
+            "parallel.dp_replicate=2",
+            "memory.activations=host",
+            "offload.optimizer=cpu",
+        ),
         "dp 2, zero 2, 2 microbatches": (_TWICE, "parallel.zero_stage=2"),
         "dp 2, zero 3, recompute": (_ONCE, "parallel.zero_stage=3", "memory.recompute=full"),
         "tp 2, zero 1": (_TWICE, "parallel.tp=2", "parallel.zero_stage=1"),
