@@ -8,18 +8,22 @@ Kept for backward by the native CPU kernels:
 | CombineRows | rows | rows * H, of their dtype |
 | | places | N * k, int32 |
 | | weights | N * k, fp32 |
+
+The gradient of a stacked weight can be put off, see `ms_zero.kernels.deferred`: x and dy are kept until then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_zero._compat import finish_queued, function_class, host_view
 from ms_zero.errors import UserError
 from ms_zero.kernels import cpu
+from ms_zero.kernels.deferred import PutOff, put_off_to
 from ms_zero.kernels.dispatch import select
 from ms_zero.kernels.saved import Saved
 
@@ -39,11 +43,13 @@ class _GroupedLinearNative(function_class):
     """One product of the C++ library for each group, at its place in the stacked weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], later: "_Later | None"
+    ) -> Tensor:
         x = cpu.packed(x)
         _check_grouped(x, weight, counts)
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts
+        ctx.counts, ctx.later = counts, later
         _, size_out, size_in = weight.shape
         y = mint.empty((x.shape[0], size_out), dtype=x.dtype)
         code = cpu.dtype_code(x)
@@ -54,22 +60,43 @@ class _GroupedLinearNative(function_class):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        dy, code = cpu.packed(dy), cpu.dtype_code(x)
+        dy, code, shape = cpu.packed(dy), cpu.dtype_code(x), weight.shape
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         dx = cpu.like(x) if wants_x else None
-        dweight = _zeros_like(weight) if wants_weight else None
-        for group, start, stop in groups_of(ctx.counts):
-            sizes = stop - start, weight.shape[2], weight.shape[1]
-            rows = _address(dy, start)
-            if wants_x:
-                at = _address(weight, group)
-                cpu.call("msz_linear_grad_input", rows, at, _address(dx, start), code, *sizes)
-            if wants_weight:
-                at = _address(dweight, group)
-                cpu.call("msz_linear_grad_weight", rows, _address(x, start), at, code, *sizes)
-        return dx, dweight, None
+        for group, start, stop in groups_of(ctx.counts) if wants_x else ():
+            at = _address(weight, group)
+            cpu.call("msz_linear_grad_input", _address(dy, start), at, _address(dx, start), code,
+                     stop - start, shape[2], shape[1])  # fmt: skip
+        of_weight = partial(_native_grad_weight, dy, x, ctx.counts, shape)
+        return dx, _now_or_later(of_weight, ctx.later) if wants_weight else None, None, None
+
+
+def _native_grad_weight(dy: Tensor, x: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    dweight = _zeros(shape, x.dtype)
+    for group, start, stop in groups_of(counts):
+        at = _address(dweight, group)
+        cpu.call("msz_linear_grad_weight", _address(dy, start), _address(x, start), at, cpu.dtype_code(x),
+                 stop - start, shape[2], shape[1])  # fmt: skip
+    return dweight
+
+
+# Where the gradient of a weight may wait, and the weight.
+_Later = tuple[PutOff, Parameter]
+
+
+def _later(weight: Tensor) -> _Later | None:
+    waiting = put_off_to(weight)
+    return None if waiting is None else (waiting, weight)
+
+
+def _now_or_later(compute: Callable[[], Tensor], later: _Later | None) -> Tensor | None:
+    if later is None:
+        return compute()
+    waiting, weight = later
+    waiting.add(weight, compute)
+    return None
 
 
 def _address(tensor: Tensor, row: int) -> int:
@@ -80,11 +107,11 @@ def _address(tensor: Tensor, row: int) -> int:
     return tensor.data_ptr() + row * (tensor.nbytes // max(1, tensor.shape[0]))
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
-    if tensor.dtype == ms.bfloat16:  # numpy has none
-        return mint.zeros(tensor.shape, dtype=tensor.dtype)
+def _zeros(shape: tuple[int, ...], dtype: ms.Type) -> Tensor:
+    if dtype == ms.bfloat16:  # numpy has none
+        return mint.zeros(shape, dtype=dtype)
     # The system clears memory when it is touched: groups with rows are not written twice.
-    return Tensor.from_numpy(np.zeros(tensor.shape, ms.dtype_to_nptype(tensor.dtype)))
+    return Tensor.from_numpy(np.zeros(shape, ms.dtype_to_nptype(dtype)))
 
 
 def _check_grouped(x: Tensor, weight: Tensor, counts: Sequence[int]) -> None:
@@ -102,31 +129,35 @@ class _GroupedLinearComposed(function_class):
     """The same by MindSpore's operators: the weight is read at its place, its gradient is made once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], later: _Later | None
+    ) -> Tensor:
         _check_grouped(x, weight, counts)
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts
+        ctx.counts, ctx.later = counts, later
         product = ops.MatMul(transpose_b=True)
         parts = [product(x[start:stop], weight[group]) for group, start, stop in groups_of(counts)]
         return _joined(parts, (0, weight.shape[1]), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        dx, dweight = None, None
-        groups = list(groups_of(ctx.counts))
+        dx = None
         if wants_x:
             product = ops.MatMul()
+            groups = groups_of(ctx.counts)
             parts = [product(dy[start:stop], weight[group]) for group, start, stop in groups]
             dx = _joined(parts, (0, weight.shape[2]), x.dtype)
-        if wants_weight:
-            product = ops.MatMul(transpose_a=True)
-            by_group = {group: product(dy[start:stop], x[start:stop]) for group, start, stop in groups}
-            empty = mint.zeros(weight.shape[1:], dtype=weight.dtype)
-            parts = [by_group.get(group, empty) for group in range(len(ctx.counts))]
-            dweight = mint.cat(tuple(parts)).reshape(weight.shape)
-        return dx, dweight, None
+        of_weight = partial(_composed_grad_weight, dy, x, ctx.counts, weight.shape)
+        return dx, _now_or_later(of_weight, ctx.later) if wants_weight else None, None, None
+
+
+def _composed_grad_weight(dy: Tensor, x: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    product = ops.MatMul(transpose_a=True)
+    by_group = {group: product(dy[start:stop], x[start:stop]) for group, start, stop in groups_of(counts)}
+    empty = mint.zeros(shape[1:], dtype=x.dtype)
+    return mint.cat(tuple(by_group.get(group, empty) for group in range(len(counts)))).reshape(shape)
 
 
 def _joined(parts: Sequence[Tensor], empty: tuple[int, int], dtype: ms.Type) -> Tensor:
@@ -153,7 +184,7 @@ class GroupedLinear(nn.Cell):
 
     def construct(self, x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
         """Apply the products."""
-        return self.function.apply(x, weight, counts)
+        return self.function.apply(x, weight, counts, _later(weight))
 
     @staticmethod
     def saved_elements(rows: int, in_features: int) -> tuple[Saved, ...]:

@@ -86,7 +86,7 @@ _FURTHER = (
     (OVERFLOWING, 4, 4, 3, ("parallel.schedule=gpipe",)),
     (OVERFLOWING, 4, 2, 3, ("parallel.zero_stage=3", "parallel.schedule=zb-h1")),
     (OVERFLOWING, 2, 1, 3, ()),
-    (OVERFLOWING, 4, 2, 6, ("parallel.tp=2", *_INTERLEAVED)),
+    (OVERFLOWING, 4, 2, 6, ("parallel.zero_stage=2", *_INTERLEAVED)),
     (BF16, 2, 2, 4, ("parallel.schedule=zb-h1",)),
     (BF16, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
     (LLAMA, 2, 2, 4, ("parallel.schedule=zb-h1", "memory.recompute=full")),

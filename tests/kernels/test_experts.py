@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from ms_zero import _compat, kernels
 from ms_zero.errors import UserError
@@ -27,6 +27,26 @@ def taped(cell, *arguments, upstream, wanted):
 def grouped(x, weight, counts):
     groups = np.repeat(np.arange(len(counts)), counts)
     return np.einsum("ni,noi->no", x, weight[groups])
+
+
+@pytest.mark.parametrize("target", ["CPU", "CPU-portable"])
+def test_the_gradient_of_the_weight_may_wait(target):
+    x = RNG.standard_normal((9, SIZE_IN)).astype(np.float32)
+    weight = RNG.standard_normal((4, SIZE_OUT, SIZE_IN)).astype(np.float32)
+    cell, upstream, found = kernels.GroupedLinear(target), Tensor(np.ones((9, SIZE_OUT), np.float32)), []
+    for waiting in (None, kernels.PutOff()):
+        leaf = _compat.leaf(Tensor(x), requires_grad=True)
+        param = Parameter(Tensor(weight), name="weight")
+        with _compat.tape(), kernels.putting_off(waiting):
+            out = cell(leaf, param, COUNTS[0])
+        _compat.backward(out, upstream)
+        if waiting is None:
+            grad = param._grad
+        else:
+            assert param._grad is None
+            ((_, grad),) = waiting.take()
+        found.append([leaf._grad.asnumpy(), grad.asnumpy()])
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
