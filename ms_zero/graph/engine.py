@@ -15,7 +15,7 @@ from ms_zero.graph.network import EXTRA_ARGUMENTS
 from ms_zero.graph.step import GraphStep, Summary, graph_mode
 from ms_zero.monitor.units import format_bytes
 
-_DTYPE = "float32"
+DTYPE = "float32"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class GraphEngine:
         tensors = self._tensors()
         checkpoint.check_names(tensors)
         for name, param in tensors.items():
-            values = checkpoint.read(Shard.whole(name, tuple(param.shape), _DTYPE))
+            values = checkpoint.read(Shard.whole(name, tuple(param.shape), DTYPE))
             param.set_data(Tensor(values))
 
     def account(self) -> GraphAccount:
@@ -165,4 +165,4 @@ class GraphEngine:
         index, size = self._group.index, self._group.size
         start, stop = total * index // size, total * (index + 1) // size
         if start < stop:
-            yield Shard.flat(name, shape, _DTYPE, start, stop), values.reshape(-1)[start:stop]
+            yield Shard.flat(name, shape, DTYPE, start, stop), values.reshape(-1)[start:stop]

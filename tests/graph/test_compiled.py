@@ -1,0 +1,127 @@
+"""The host's part of steps that are one graph: on one worker, without AutoParallel; and who holds what."""
+
+import numpy as np
+import pytest
+from mindspore.parallel.nn import GradAccumulation
+
+from ms_zero import _compat, models
+from ms_zero.checkpoint import open_checkpoint, save
+from ms_zero.comm import ProcessMesh, local
+from ms_zero.config import load_config
+from ms_zero.data.run import load_data
+from ms_zero.errors import UserError
+from ms_zero.graph.compiled import CompiledEngine, CompiledStep
+from ms_zero.graph.reduce import SameGradients
+from ms_zero.graph.slices import ParameterLayout, read_layout
+from ms_zero.graph.train import build_train_cell
+from ms_zero.mesh import Mesh
+from ms_zero.parallel.placement import Box
+from ms_zero.recipes.build import build_model, build_scaler
+from ms_zero.runner import build_batch_schedule, build_schedule, build_trainer
+from ms_zero.trainer import Trainer
+
+RUN = (
+    "data.source=files",
+    "data.validation_fraction=0.5",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "data.seq_len=16",
+    "train.global_batch_size=8",
+    "train.accumulation_steps=2",
+    "train.eval_interval=0",
+    "optim.warmup_steps=2",
+    "optim.clip_norm=0.5",
+    "parallel.zero_stage=0",
+    "precision.loss_scale=dynamic",
+    "precision.loss_scale_convention=torch",
+    "precision.initial_scale=1e20",
+    "precision.growth_interval=3",
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    _compat.launch_blocking()
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        text = "".join(chr(97 + (i * i + number) % 26) for i in range(400 + 37 * number))
+        (tmp_path / f"{number}.txt").write_text(text)
+
+
+def config_of():
+    return load_config("runs/quickstart", [*RUN, "data.files=[./*.txt]"]).config
+
+
+def compiled_trainer(config, comm):
+    model, schedule = build_model(config.model), build_schedule(config)
+    models.initialise(model, config.train.seed)
+    parts = build_train_cell(
+        config,
+        model,
+        scaler=build_scaler(config.precision),
+        wrap=lambda network: GradAccumulation(network, config.train.accumulation_steps),
+        gradients=lambda params: SameGradients(),
+    )
+    rates = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    step = CompiledStep(parts.cell, parts, schedule, comm=comm, **rates)
+    group = ProcessMesh(Mesh(), comm).group("dp_replicate", "dp_shard")
+    engine = CompiledEngine(model, step, comm=comm, group=group)
+    loader = load_data(config).train_loader(config.train.seed)
+    sizes = {"batch_size": build_batch_schedule(config.train), "micro_batch_size": 4, "clip_norm": 0.5}
+    return Trainer(engine, loader, schedule, comm=comm, group=group, **sizes)
+
+
+def steps(trainer, count):
+    results = [trainer.step() for _ in range(count)]
+    return [[result.loss, result.grad_norm, result.nonfinite is None] for result in results]
+
+
+def check_equal(ours, expected):
+    assert [row[2] for row in ours] == [row[2] for row in expected]
+    applied = [[row[:2] for row in rows if row[2]] for rows in (ours, expected)]
+    np.testing.assert_allclose(*applied, rtol=1e-5)
+
+
+def test_a_run_of_one_graph_equals_the_eager_engine_and_takes_its_checkpoints(tmp_path):
+    config, comm = config_of(), local()
+    eager = build_trainer(config, load_data(config), comm)
+    compiled = compiled_trainer(config, comm)
+    expected, ours = steps(eager, 5), steps(compiled, 5)
+    ranks = {"rank": 0, "world_size": 1, "exchange": comm.exchange, "barrier": comm.barrier}
+    path = save(tmp_path / "saved", 5, eager.engine.state_shards(), eager.state(), **ranks)
+    assert compiled.state() == eager.state()
+    expected += steps(eager, 5)
+    check_equal(ours, expected[:5])
+    assert compiled.progress.skipped > 0
+    again = open_checkpoint(path)
+    compiled.load_state(again.state)
+    compiled.engine.load_state(again)
+    check_equal(steps(compiled, 5), expected[5:])
+    saved = {shard.name: values for shard, values in compiled.engine.state_shards()}
+    assert set(saved) == {shard.name for shard, _ in eager.engine.state_shards()}
+    with pytest.raises(UserError, match=r"set train\.eval_interval to 0"):
+        compiled.evaluate(compiled.loader, 1)
+
+
+# Eight devices as (dp, cp, tp) = (2, 1, 4): rows or columns over tp, rows over both, or none; hsdp over dp.
+@pytest.mark.parametrize(
+    ("axes", "row_parts"),
+    [(axes, parts) for axes in (((2,), ()), ((), (2,)), ((), ())) for parts in (1, 2)] + [(((0, 2), ()), 1)],
+)
+def test_the_parts_of_eight_ranks_tile_a_parameter(axes, row_parts):
+    layout = ParameterLayout((2, 1, 4), axes, (16, 8))
+    seen = np.zeros((16, 8), int)
+    for box in {layout.box(rank, (rank // 4 if row_parts > 1 else 0, row_parts)) for rank in range(8)}:
+        box.take(seen)[...] += 1
+    assert (seen == 1).all()
+
+
+def test_a_layout_is_read_as_mindspore_writes_it():
+    layout = read_layout("w", ([2, 1, 4], [0, -1], [2, 8], 0, True, "group", [16, 8]))
+    assert layout == ParameterLayout((2, 1, 4), ((2,), ()), (16, 8), "group")
+    assert layout.box(rank=6, row_part=(1, 2)) == Box((16, 8), (10, 0), (2, 8))
+    both = read_layout("w", ([2, 1, 4], [(2, 0), -1], [2, 8], 0, True, "", [16, 8]))
+    assert both.axes == ((0, 2), ()) and both.box(rank=5).offset == (10, 0)
+    with pytest.raises(UserError, match="cut in unequal parts"):
+        read_layout("w", ([2, 1, 4], [0, -1], [2, 8], 0, 0, "", [15, 8]))
