@@ -247,7 +247,7 @@ def apply_memory(config: RunConfig, model: nn.Cell) -> list[str]:
 
 
 def kept_bytes(config: RunConfig) -> dict[str, float]:
-    """Bytes that one block keeps of a microbatch, by kind of recompute."""
+    """Bytes that one block keeps of a microbatch, by kind of recompute; of unlike blocks the largest."""
     shape = from_config(config.model)
     working = build_policy(config.precision).working(config.hardware.target)
     split = Split(
@@ -262,7 +262,9 @@ def kept_bytes(config: RunConfig) -> dict[str, float]:
     )
     kernels_of = {"CPU": config.hardware.kernels, "Ascend": "ascend"}
     implementation = kernels_of.get(config.hardware.target, "portable")
-    return bytes_by_kind(block_of(shape, next(shape.layers())), split, implementation=implementation)
+    blocks = [block_of(shape, layer) for _, layer in shape.blocks]
+    sizes = [bytes_by_kind(block, split, implementation=implementation) for block in blocks]
+    return {kind: max(each[kind] for each in sizes) for kind in sizes[0]}
 
 
 def build_policy(config: PrecisionConfig) -> Policy:

@@ -71,6 +71,20 @@ def test_a_bias_follows_the_load_of_a_step_and_not_of_an_evaluation():
         assert values.any() and np.abs(values).max() == pytest.approx(speed)
 
 
+BUDGET = ("device", "memory.recompute=budget", "memory.budget_gb=0.0005")
+
+
+@pytest.mark.parametrize("overrides", [("host",), BUDGET])
+def test_activations_elsewhere_and_recompute_by_a_budget_change_no_bit(overrides):
+    found = []
+    for activations in (("device",), overrides):
+        settings = (f"memory.activations={activations[0]}", *activations[1:])
+        trainer, _ = trainer_of("deepseek", "train.accumulation_steps=2", *settings)
+        found.append([(step.loss, step.grad_norm) for step in (trainer.step(), trainer.step())])
+    assert found[0] == found[1]
+    assert ("2 of 2 blocks in full" in trainer.engine.notes[0]) == (overrides is BUDGET)
+
+
 def test_flops_of_a_configured_model_are_those_of_its_active_parameters():
     """Six for each element of a matrix that a token meets, at sequence length 0."""
     for name in ("mixtral-tiny", "deepseek-tiny"):
