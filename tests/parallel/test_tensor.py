@@ -13,6 +13,7 @@ from ms_zero.mesh import Mesh
 from ms_zero.models.init import init_rules, initial_values, initialise
 from ms_zero.parallel import (
     Column,
+    Cut,
     Enter,
     OwnTokens,
     Row,
@@ -168,6 +169,8 @@ def refusals(comm):
         lambda: VocabularyCrossEntropySum(comm, comm.world, 20)(*part_of(5, 1)),
         lambda: outside(border),
         lambda: SplitSequence(comm, comm.world).span(2 * comm.world_size + 1),
+        lambda: parallelize(Foreign(), {"blocks.*.mlp.1": Row(leaves=False)}, border),
+        lambda: parallelize(Foreign(), {"head": Cut((("nothing", 0),))}, border),
     ]
     for attempt in attempts:
         with pytest.raises(UserError) as caught:
@@ -305,6 +308,8 @@ def test_what_cannot_be_cut_is_refused(four):
         "logits have 1 entries on this rank, 5 of 20 are its part",
         "embedding: indices: 13 is outside of the 13 entries",
         "4 tensor-parallel ranks do not divide a sequence of 9 tokens",
+        "blocks.0.mlp.1 gives a partial sum, to which a bias or an activation cannot be applied",
+        "head has no parameter nothing with a dim 0",
     ]
     for messages in (report["refusals"] for report in four):
         for message, part in zip(messages, expected, strict=True):

@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_zero import zero
 from ms_zero.checkpoint import open_checkpoint, save
-from ms_zero.comm import ProcessMesh, local
+from ms_zero.comm import ProcessMesh, checked, local
 from ms_zero.config import load_config
 from ms_zero.data.run import load_data
 from ms_zero.mesh import Mesh
@@ -43,6 +43,10 @@ SMALL = (
 )
 BIAS = "model.layers.1.mlp.router.bias"
 EP = ("parallel.ep=2",)
+HALVES = (
+    ("precision.policy=fp16", "precision.initial_scale=256", "parallel.zero_stage=3"),
+    ("precision.policy=bf16", "parallel.zero_stage=1"),
+)
 LAYOUTS = (
     ("parallel.ep=4", "parallel.zero_stage=3"),
     ("parallel.zero_stage=1",),
@@ -100,6 +104,16 @@ def balancing(comm):
     trainer, _ = trainer_of(comm, *EP, "precision.policy=fp16", "precision.initial_scale=1e30")
     result = trainer.step()
     found["skipped"] = [result.nonfinite is not None, bias_of(trainer)]
+    return found
+
+
+def in_16_bits(comm):
+    """Losses and norms under the policies; what ranks do together is compared between them beforehand."""
+    found = []
+    with checked(comm) as debug:
+        for overrides in HALVES:
+            trainer, _ = trainer_of(debug, *overrides, *(EP if comm.world_size > 1 else ()))
+            found.append(steps(trainer, 3))
     return found
 
 
@@ -199,6 +213,7 @@ def job(comm, root):
     return {
         "resumed": resumed(comm, root),
         "balancing": balancing(comm),
+        "in_16_bits": in_16_bits(comm),
         "accounts": accounts(comm),
         "dispatched": dispatched(comm),
         "own": [own_model(comm, *case) for case in ((0, 4), (3, 2), (2, 2, True))],
@@ -235,6 +250,12 @@ def test_biases_follow_the_load_of_applied_steps_alone(reports):
         found = report["balancing"]
         assert found["plain"] == found["recomputed"] == found["evaluated"] == expected
         assert found["skipped"] == [True, [0.0] * 8]
+
+
+def test_it_trains_in_16_bits_like_one_process(reports):
+    expected = in_16_bits(local())
+    for report in reports:
+        np.testing.assert_allclose(report["in_16_bits"], expected, rtol=5e-3)
 
 
 def test_states_of_experts_are_sharded_among_the_ranks_that_hold_the_same(reports):
