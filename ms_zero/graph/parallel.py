@@ -229,7 +229,7 @@ def place_blocks(model: nn.Cell, options: Options) -> None:
         if kind == "full":
             block.recompute()
         elif kind == "selective":
-            block.attention_core.recompute()
+            block.recompute_attention()
         if options.offload_activations and kind != "full":
             block.offload()
 

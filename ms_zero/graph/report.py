@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from ms_zero.graph.ir import Graph, Operation
@@ -13,8 +13,6 @@ _AXES = (
     ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp"),
     ("dp_replicate", "dp_shard", "cp", "tp"), ("pp",),
 )  # fmt: skip
-# Paths of what is outside of the transformer blocks.
-_BLOCKS = ("/h-CellList/", "/layers-CellList/")
 
 
 def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
@@ -28,17 +26,13 @@ def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
     return "?"
 
 
-def is_in_block(operation: Operation) -> bool:
-    """Whether an operation belongs to a transformer block; gradients and weights do not count."""
-    return any(part in operation.scope for part in _BLOCKS)
-
-
 def axis_bytes(graph: Graph, mesh: Mesh, rank: int) -> dict[str, float]:
-    """Bytes that the rank sends in a step by what for: "tp" and "cp" within blocks, "pp", "dp".
+    """Bytes that the rank sends in a step by what for.
 
-    "outside": activations of embedding, head and loss; "other": lengths of gradients, token ids.
+    "tp" and "cp": activations, those of embedding and head included; "pp": between stages; "dp": weights and
+    gradients; "other": sums of the loss, lengths of gradients, token ids.
     """
-    found = dict.fromkeys(("tp", "cp", "pp", "dp", "outside", "other"), 0.0)
+    found = dict.fromkeys(("tp", "cp", "pp", "dp", "other"), 0.0)
     for operation in graph.operations:
         found[_heading(operation, mesh, rank)] += operation.bytes_sent * operation.times
     return found
@@ -49,28 +43,25 @@ def _heading(operation: Operation, mesh: Mesh, rank: int) -> str:
         return "dp"
     if operation.role == "pipeline":
         return "pp"
-    if operation.role != "layout":
-        return "other"
     axes = axes_of(operation, mesh, rank)
-    return axes if axes in ("tp", "cp") and is_in_block(operation) else "outside"
+    is_wide = operation.sent is not None and operation.sent.shape[-1:] > (1,)
+    return axes if operation.role == "layout" and axes in ("tp", "cp") and is_wide else "other"
 
 
-def gathered_parameters(graph: Graph, mesh: Mesh, names: Mapping[str, object]) -> int:
+def gathered_parameters(graph: Graph, mesh: Mesh, whole: Mapping[str, Sequence[int]]) -> int:
     """Elements of the model's parameters that this rank computes with, before data-parallel sharding.
 
-    ``names``: those of the parameters of the whole model.
+    ``whole``: the shapes of the parameters of the whole model.
     """
+    degree = mesh.dp_shard * mesh.cp if mesh.dp_replicate > 1 else mesh.dp * mesh.cp
+    shards = bool(graph.select(role="weight"))
     total = 0
-    for name in names:
+    for name, shape in whole.items():
         if name in graph.parameters:
-            cut = _is_gathered(graph, name)
-            degree = mesh.dp_shard * mesh.cp if mesh.dp_replicate > 1 else mesh.dp * mesh.cp
-            total += prod(graph.parameters[name].shape) * (degree if cut else 1)
+            held = graph.parameters[name].shape
+            is_shard = shards and shape[0] // held[0] % degree == 0
+            total += prod(held) * (degree if is_shard else 1)
     return total
-
-
-def _is_gathered(graph: Graph, name: str) -> bool:
-    return any(each.parameter == name for each in graph.select(role="weight"))
 
 
 def render(graph: Graph, mesh: Mesh, rank: int) -> list[str]:

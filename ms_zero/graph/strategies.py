@@ -389,10 +389,11 @@ class Block(nn.Cell):
         """The residual sum."""
         return self.add(x, y)
 
-    @property
-    def attention_core(self) -> nn.Cell:
-        """What selective recompute runs again: softmax(q k) v."""
-        return getattr(self, self.attention_name).attention
+    def recompute_attention(self) -> None:
+        """Run softmax(q k) v again in backward, and nothing else of the block."""
+        core = getattr(self, self.attention_name).attention
+        # Of a Cell MindSpore leaves the last operator out, and FlashAttention is a single one.
+        (core.flash if isinstance(core, FlashAttention) else core).recompute()
 
 
 class ShardedGPTBlock(Block):

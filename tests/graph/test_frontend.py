@@ -1,0 +1,68 @@
+"""The harness itself, on a network of two products, and what it says when it cannot work."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from ms_zero import _compat_frontend
+from ms_zero.graph.frontend import Case, FrontEndError, FrontEndUnavailable, compile_case
+from ms_zero.graph.ir import parse
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 900.0
+
+
+def compile_tiny(function, **arguments):
+    try:
+        return compile_case(
+            Case(f"{HERE / 'tiny_network.py'}:{function}", arguments, size=8), timeout_s=TIMEOUT_S
+        )
+    except FrontEndUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_a_row_parallel_product_scatters_and_gradients_are_summed_over_data_ranks():
+    graph = compile_tiny("two_products").graph
+    assert graph.number("ReduceScatter", role="layout", phase="forward", ranks=(0, 1)) == 1
+    assert graph.number("AllGather", role="layout", phase="backward", ranks=(0, 1)) == 1
+    gradients = graph.select("AllReduce", role="gradient")
+    assert [each.ranks for each in gradients] == [(0, 2, 4, 6)] * 2
+    assert sorted(each.parameter for each in gradients) == ["w", "w2"]
+    assert gradients[0].bytes_sent == 2 * 3 / 4 * 64 * 64 * 4
+    assert graph.parameters["w"].shape == (64, 64)
+
+
+def test_a_wrong_strategy_is_an_error_of_the_compiler():
+    with pytest.raises(FrontEndError):
+        compile_tiny("two_products", rows=3)
+
+
+def test_another_version_is_refused_with_its_number(monkeypatch):
+    monkeypatch.setattr(_compat_frontend.mindspore, "__version__", "2.11.0")
+    assert "2.11.0" in _compat_frontend.unavailable_reason()
+
+
+def test_a_missing_hook_is_told(monkeypatch):
+    if importlib.metadata.version("mindspore") != _compat_frontend.CHECKED_VERSION:
+        pytest.skip("another version")
+    monkeypatch.setattr(_compat_frontend, "_SETTER", "no_such_symbol")
+    assert "not there" in _compat_frontend.unavailable_reason()
+
+
+def test_subgraphs_count_as_often_as_they_are_called():
+    text = """# IR entry: @main
+subgraph @fwd(%para1_x) {
+  %1(a) = AllGather(%para1_x) {instance name: parallel_optimizer_x} primitive_attrs: {group_rank_ids: (0, 1)}
+      : (<Tensor[Float32], (2, 4)>) -> (<Tensor[Float32], (4, 4)>)
+      # Fullname with scope: (Default/AllGather-op0)
+}
+subgraph @main() {
+  %0(y) = call @fwd(%para0_x)
+      : (<null>) -> (<null>)
+  %1(z) = %0[@Partial(@fwd)](UMonad[U])
+      : (<null>) -> (<null>)
+}
+"""
+    (operation,) = parse(text).operations
+    assert (operation.times, operation.role, operation.bytes_sent) == (2, "weight", 32.0)
