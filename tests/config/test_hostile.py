@@ -113,6 +113,25 @@ FILES = [
         "data.files: the item 3 is an int",
         "data: {source: files, files: [a, 3]}\n",
     ),
+    (
+        "text in a list of numbers",
+        "MZ005",
+        "stage_layers: the item 'two' is text; expected an integer",
+        "parallel: {pp: 2, stage_layers: [2, two]}\n",
+    ),
+    (
+        "truth value in a list of numbers",
+        "MZ005",
+        "the item (true|True) is a truth value; expected an integer",
+        "parallel: {pp: 2, stage_layers: [true]}\n",
+    ),
+    (
+        "negative number in a list",
+        "MZ006",
+        "the item -1 is out of range; expected at least 0",
+        "parallel: {pp: 2, stage_layers: [5, -1]}\n",
+    ),
+    ("number for a list", "MZ005", r"a list of integers at least 0", "parallel: {pp: 2, stage_layers: 2}\n"),
     ("auto where there is none", "MZ005", "'auto' is text; expected an integer", "train: {steps: auto}\n"),
     (
         "nested section is text",
