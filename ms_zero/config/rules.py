@@ -157,13 +157,6 @@ def _check_latent(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", message
 
 
-def _check_whole_sequences(facts: Facts) -> Iterator[tuple[str, str]]:
-    degree = facts.values["parallel.cp"]
-    if facts.values["model.family"] == "moe" and degree > 1:
-        message = f"{degree} is not available for models with experts in this version; only 1 is"
-        yield "parallel.cp", message
-
-
 def _check_seq_len(facts: Facts) -> Iterator[tuple[str, str]]:
     length, limit = facts.values["data.seq_len"], facts.values["model.max_seq_len"]
     if length > limit:
@@ -815,16 +808,6 @@ _PARALLEL_RULES = (
         "Start that many workers, or set parallel.dp_shard to auto.",
         tuple(f"parallel.{axis}" for axis in _AXES),
         _check_mesh,
-    ),
-    Rule(
-        "MZ029",
-        "Experts see whole sequences",
-        "unavailable",
-        "The capacity of experts and their balance loss are defined per sequence. This version does not add "
-        "them up over the parts of a sequence that context-parallel ranks have.",
-        "Set parallel.cp to 1.",
-        ("model.family", "parallel.cp"),
-        _check_whole_sequences,
     ),
     Rule(
         "MZ061",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mindspore as ms
 import numpy as np
@@ -38,11 +38,32 @@ class Routing(NamedTuple):
     aux: Tensor
 
 
+class Sequences(Protocol):
+    """Joins sequences of which each rank of a group has some tokens. Arrays are [B, T, ...] or such parts."""
+
+    def gather(self, part: Tensor) -> np.ndarray:
+        """The whole, outside of autograd. Collective."""
+
+    def own(self, whole: np.ndarray) -> np.ndarray:
+        """This rank's tokens."""
+
+    def place(self, part: np.ndarray) -> np.ndarray:
+        """The whole, with zeros for the tokens of other ranks."""
+
+    def total(self, numbers: np.ndarray) -> np.ndarray:
+        """The sum over the ranks. Collective."""
+
+
 class Router(nn.Cell):
     """Chooses the experts of each token; computes in fp32 under every policy. See `ms_zero.models.routing`.
 
     weight [E, H]. With `balance_by_bias` also bias [E], which is added to the scores for the choice alone: it
     has no gradient, and `updated_bias` of `ms_zero.models.routing` says how it follows the load.
+
+    Attributes:
+        sequences: where ranks have parts of sequences, what joins them: capacity and auxiliary loss are those
+            of whole sequences. Each rank returns the whole auxiliary loss, and uses it in its part of the
+            loss: the gradients of all parts add up.
     """
 
     keeps_fp32 = True  # read by ms_zero.precision
@@ -62,6 +83,7 @@ class Router(nn.Cell):
             "weight": ParameterRule(Normal(init_std), decay=True),
             "bias": ParameterRule(Zeros(), decay=False),
         }
+        self.sequences: Sequences | None = None
         vars(self)["loads"] = np.zeros(num_experts, np.int64)
 
     def construct(self, x: Tensor) -> Routing:
@@ -69,14 +91,17 @@ class Router(nn.Cell):
         logits = self.linear(x.astype(ms.float32), self.weight)
         finish_queued()
         bias = None if self.bias is None else self.bias.asnumpy()
-        choice = choose(logits.asnumpy(), bias, self.rules)
+        joined, top_k = self.sequences, self.rules.top_k
+        whole = logits if joined is None else Tensor.from_numpy(joined.gather(logits))
+        choice = choose(whole.asnumpy(), bias, self.rules)
+        own = choice if joined is None else Choice(*map(joined.own, choice))
         # Recorded once: evaluation records nothing, and of a recomputed forward only the second run does.
         if is_recording():
-            vars(self)["loads"] = self.loads + loads(choice.chosen, self.weight.shape[0])
+            vars(self)["loads"] = self.loads + loads(own.chosen, len(self.loads))
         chosen, kept = (Tensor.from_numpy(part) for part in choice)
-        weights, aux = _Weighed.apply(logits, chosen, kept, self.rules)
-        top_k = self.rules.top_k
-        return Routing(kept.reshape(-1, top_k), weights.reshape(-1, top_k), aux)
+        weights, aux = _Weighed.apply(logits, whole, chosen, kept, self.rules, joined)
+        ids = Tensor.from_numpy(own.kept.reshape(-1, top_k))
+        return Routing(ids, weights.reshape(-1, top_k), aux)
 
     def take_loads(self) -> np.ndarray:
         """Tokens that chose each expert in recorded forwards since the last call, int64 [E]."""
@@ -85,26 +110,36 @@ class Router(nn.Cell):
 
 
 class _Weighed(function_class):
-    """Weights and auxiliary loss of choices; keeps the logits and the choices."""
+    """Weights and auxiliary loss of choices; keeps the logits of whole sequences and the choices."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, chosen: Tensor, kept: Tensor, rules: Rules
+        ctx: Any,
+        logits: Tensor,
+        whole: Tensor,
+        chosen: Tensor,
+        kept: Tensor,
+        rules: Rules,
+        joined: Sequences | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits, chosen, kept)
+        ctx.save_for_backward(whole, chosen, kept)
         ctx.set_materialize_grads(False)
-        ctx.rules = rules
-        weights, aux = weigh(logits.asnumpy(), Choice(chosen.asnumpy(), kept.asnumpy()), rules)
-        return Tensor.from_numpy(weights), Tensor.from_numpy(aux)
+        ctx.rules, ctx.joined = rules, joined
+        weights, aux = weigh(whole.asnumpy(), Choice(chosen.asnumpy(), kept.asnumpy()), rules)
+        own = weights if joined is None else joined.own(weights)
+        return Tensor.from_numpy(own), Tensor.from_numpy(aux)
 
     @staticmethod
-    def backward(
-        ctx: Any, dweights: Tensor | None, daux: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        logits, chosen, kept = (tensor.asnumpy() for tensor in ctx.saved_tensors)
-        given = (None if grad is None else grad.asnumpy() for grad in (dweights, daux))
-        grad = weigh_gradient(logits, Choice(chosen, kept), ctx.rules, *given)
-        return Tensor.from_numpy(grad), None, None, None
+    def backward(ctx: Any, dweights: Tensor | None, daux: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole, chosen, kept = (tensor.asnumpy() for tensor in ctx.saved_tensors)
+        dweights, daux = (None if grad is None else grad.asnumpy() for grad in (dweights, daux))
+        if ctx.joined is not None:
+            dweights = None if dweights is None else ctx.joined.place(dweights)
+            daux = None if daux is None else ctx.joined.total(daux)
+        grad = weigh_gradient(whole, Choice(chosen, kept), ctx.rules, dweights, daux)
+        if ctx.joined is not None:
+            grad = ctx.joined.own(grad)
+        return Tensor.from_numpy(grad), None, None, None, None, None
 
 
 class Experts(nn.Cell):

@@ -103,8 +103,45 @@ class ContextPart:
         return spans_of(length, self.group.size, self.group.index if index is None else index)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
-        """[B, T], one number for each token of a sample -> those of this rank."""
+        """[B, T, ...], something for each token of a sample -> those of this rank."""
         return np.concatenate([tokens[:, start:stop] for start, stop in self.spans(tokens.shape[1])], 1)
+
+
+@dataclass(frozen=True)
+class JoinedSamples:
+    """Whole samples on each rank, for what depends on all of their tokens but is small (routers)."""
+
+    part: ContextPart
+
+    def gather(self, part: Tensor) -> np.ndarray:
+        """[B, T / c, ...] of each rank -> [B, T, ...], outside of autograd."""
+        degree = self.part.group.size
+        pieces = self.part.comm.all_gather(part, self.part.group).asnumpy().reshape(degree, *part.shape)
+        whole = np.empty((part.shape[0], degree * part.shape[1], *part.shape[2:]), pieces.dtype)
+        for index, piece in enumerate(pieces):
+            self._put(whole, piece, index)
+        return whole
+
+    def own(self, whole: np.ndarray) -> np.ndarray:
+        """[B, T, ...] -> this rank's tokens, [B, T / c, ...]."""
+        return self.part.own(whole)
+
+    def place(self, part: np.ndarray) -> np.ndarray:
+        """This rank's tokens -> [B, T, ...], zero for those of others."""
+        shape = (part.shape[0], self.part.group.size * part.shape[1], *part.shape[2:])
+        whole = np.zeros(shape, part.dtype)
+        self._put(whole, part, self.part.group.index)
+        return whole
+
+    def total(self, numbers: np.ndarray) -> np.ndarray:
+        """The sum over the ranks."""
+        return self.part.comm.all_reduce(Tensor(numbers), self.part.group).asnumpy()
+
+    def _put(self, whole: np.ndarray, piece: np.ndarray, index: int) -> None:
+        at = 0
+        for start, stop in self.part.spans(whole.shape[1], index):
+            whole[:, start:stop] = piece[:, at : at + stop - start]
+            at += stop - start
 
 
 def cut_context(model: nn.Cell, part: ContextPart) -> None:

@@ -35,7 +35,7 @@ from ms_zero.precision.policy import DTYPES, Policy
 from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossScaler, scaling_rule
 from ms_zero.recipes.context import Samples, cut_samples
 from ms_zero.recipes.eager import EagerEngine
-from ms_zero.recipes.expert import Balancer, bias_names, cut_experts
+from ms_zero.recipes.expert import Balancer, bias_names, cut_experts, join_sequences
 from ms_zero.recipes.moe import build_decoder
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
 from ms_zero.recipes.tensor import CutModel, cut_model
@@ -62,6 +62,7 @@ def build_engine(config: RunConfig, pmesh: ProcessMesh, model: nn.Cell | None = 
     cut = cut_model(model, config.model, pmesh, split_sequence=config.parallel.sequence_parallel)
     cut = replace(cut, placements=cut_experts(model, pmesh, cut.placements))
     samples = cut_samples(model, pmesh, config.parallel.context)
+    join_sequences(model, pmesh, config.parallel.context)
     notes = apply_memory(config, model)
     policy = build_policy(config.precision)
     notes += describe_sharding(config, policy)

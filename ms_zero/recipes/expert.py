@@ -1,4 +1,4 @@
-"""Models with experts: which layers expert parallelism splits, and biases that follow the load.
+"""Models with experts: which layers expert parallelism splits, whole sequences, biases that follow the load.
 
 A router may balance its experts by a bias that has no gradient: after a step it rises for experts with less
 than the mean load and falls for the others (Wang et al. 2024, arXiv:2408.15664). The load is that of the
@@ -14,6 +14,7 @@ from ms_zero.comm import Communicator, Group, ProcessMesh
 from ms_zero.models.moe import MoE, routers, take_loads
 from ms_zero.models.routing import updated_bias
 from ms_zero.parallel import Placements
+from ms_zero.parallel.context import ContextPart, JoinedSamples
 from ms_zero.parallel.expert import split_experts
 from ms_zero.zero.sharded import Sharded
 
@@ -26,6 +27,14 @@ def cut_experts(model: nn.Cell, pmesh: ProcessMesh, placements: Placements) -> P
     """
     layers = [cell for _, cell in model.cells_and_names() if isinstance(cell, MoE)]
     return split_experts(model, layers, pmesh.comm, pmesh.group("ep"), placements=placements)
+
+
+def join_sequences(model: nn.Cell, pmesh: ProcessMesh, method: str) -> None:
+    """Let routers see whole sequences where the mesh's ``cp`` ranks have parts of them."""
+    part = ContextPart(pmesh.comm, pmesh.group("cp"), method)
+    if part.group.size > 1:
+        for _, router in routers(model):
+            router.sequences = JoinedSamples(part)
 
 
 def bias_names(model: nn.Cell) -> frozenset[str]:

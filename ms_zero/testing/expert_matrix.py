@@ -49,7 +49,7 @@ _NAMES = MappingProxyType(
     }
 )
 
-_PP, _TP = "parallel.pp=2", "parallel.tp=2"
+_PP, _TP, _CP = "parallel.pp=2", "parallel.tp=2", "parallel.cp=2"
 
 
 def _zero(stage: int, *more: str) -> tuple[str, ...]:
@@ -63,6 +63,7 @@ _QUICK = (
     (CAPACITY, 4, 2, 3, _zero(2, "parallel.dp_replicate=2")),
     (DEEPSEEK, 4, 2, 3, (_PP,)),
     (DEEPSEEK, 4, 2, 1, (_TP,)),
+    (CAPACITY, 2, 2, 3, (_CP,)),
 )
 _FURTHER = (
     (MIXTRAL, 1, 1, 3, ()),
@@ -92,6 +93,13 @@ _FURTHER = (
     (MIXTRAL, 4, 2, 1, (_TP, *_zero(3))),
     (CAPACITY, 4, 2, 1, (_TP, "parallel.sequence_parallel=true")),
     (DEEPSEEK, 4, 2, 3, (_TP, *_zero(2, "parallel.sequence_parallel=true"))),
+    (MIXTRAL, 2, 2, 6, (_CP,)),
+    (CAPACITY, 2, 1, 3, (_CP, "parallel.context=ulysses", *_zero(0))),
+    (DEEPSEEK, 2, 1, 3, (_CP, "parallel.context=ulysses")),
+    (DEEPSEEK, 4, 2, 3, (_CP, *_zero(3))),
+    (CAPACITY, 4, 4, 2, (_CP, *_zero(1), "memory.recompute=full")),
+    (QWEN, 4, 2, 3, (_CP, _PP)),
+    (MIXTRAL, 4, 2, 3, (_CP, _TP, "parallel.sequence_parallel=true")),
     (DEEPSEEK, 8, 2, 1, (_TP, *_zero(3))),
     (MIXTRAL, 8, 2, 3, (_PP, _TP)),
     (DEEPSEEK, 8, 2, 3, (_PP, *_zero(2))),
@@ -130,7 +138,7 @@ def moe_cases(quick: bool) -> list[Case]:
 
 
 def expert_cases(quick: bool) -> list[Case]:
-    """Two to four ranks that share experts, one or more times, with ZeRO 0 to 3 and the other axes."""
+    """Up to four ranks that share experts, one or more times, with ZeRO 0 to 3 and the other axes."""
     chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
     return [_case(*case) for case in chosen]
 

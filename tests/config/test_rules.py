@@ -228,7 +228,6 @@ CASES = [
         16,
         GPT.replace("global_batch_size: 8", "global_batch_size: 16"),
     ),
-    ("MZ029", "parallel.cp", ["parallel.cp=2"], ["parallel.cp=1"], 2, MIXTRAL),
     ("MZ062", "data.seq_len", ["parallel.cp=2", "data.seq_len=62"], ["parallel.cp=2"], 2, GPT),
     ("MZ062", "data.seq_len", [*ULYSSES, "data.seq_len=63"], [*ULYSSES, "data.seq_len=62"], 2, GPT),
     ("MZ062", "parallel.cp", [*ULYSSES, "parallel.tp=4"], ["parallel.cp=2", "parallel.tp=4"], 8, GPT),
