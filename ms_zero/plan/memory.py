@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ms_zero.errors import UserError
+from ms_zero.pipeline.schedule import in_flight_bound
 from ms_zero.plan.activations import (
     FUSED,
     LayerActivations,
@@ -141,8 +142,10 @@ class MemoryModel:
 
     def peak(self, layout: Layout) -> float:
         """Bytes that every device must have; the layout must be valid for the model."""
-        _, distinct = self._stages_of(layout)
-        return max(self._stage(layout, stage).peak for stage in distinct)
+        stages, distinct = self._stages_of(layout)
+        # Where gradients of weights wait, they do so longer on later ranks, with what was recomputed.
+        among = stages if _puts_off(layout) and layout.recompute != "none" else distinct
+        return max(self._stage(layout, stage).peak for stage in among)
 
     def fits(self, layout: Layout, capacity: float) -> bool:
         """Whether devices with this many usable bytes suffice."""
@@ -268,6 +271,7 @@ class MemoryModel:
     def _flow(self, layout: Layout, stage: _Stage, held: tuple[int, ...]) -> _Flow:
         """What flows through a stage; neither data parallelism nor offload changes it."""
         key = (stage, held, _flow_key(layout), layout.recompute, layout.recompute_every)
+        key += (_puts_off(layout),)
         if layout.recompute == "budget":
             key += (layout.recompute_budget,)
         if key not in self._flows:
@@ -283,8 +287,11 @@ class MemoryModel:
             for index in indices
         ]
         rebuilt = max(rebuilt for _, rebuilt in chunks)
+        kept = sum(count * kept for count, (kept, _) in zip(held, chunks, strict=True))
+        if _puts_off(layout):
+            kept += self._waiting(layout, stage, held[0], chunks[0][0])
         return _Flow(
-            kept=sum(count * kept for count, (kept, _) in zip(held, chunks, strict=True)),
+            kept=kept,
             largest_layer=max((layer.none for layer in layers), default=0.0),
             logits=self._head(layout) if stage.has_head else 0.0,
             transient=rebuilt + max((layer.working for layer in layers), default=0.0),
@@ -329,6 +336,19 @@ class MemoryModel:
         ends = 2 * tokens * self.shape.hidden_size * layout.precision.activation
         return logits_bytes(self.shape.vocab_size, layout) + ends
 
+    def _waiting(self, layout: Layout, stage: _Stage, held: int, kept: float) -> float:
+        """What gradients of weights wait with, besides what a microbatch keeps anyway.
+
+        With recompute nothing is left to be rebuilt; and the head's wait with the gradient of the logits.
+        """
+        flying = in_flight_bound(layout.schedule, stage.rank, layout.pp, layout.microbatches)
+        whole, _ = self._chunk(layout.replace(recompute="none"), stage.chunks[0], held)
+        more = (held - flying) * (whole - kept)
+        if not stage.has_head:
+            return more
+        tokens = layout.micro_batch_size * layout.seq_len / layout.cp
+        return more + held * tokens * self.shape.vocab_size / layout.tp * layout.precision.activation
+
     def _buckets(self, layout: Layout, sizes: _Sizes) -> float:
         """Buffers of the reductions, the ring of context parallelism and the pipeline."""
         tokens = layout.micro_batch_size * layout.seq_len / layout.cp
@@ -370,6 +390,11 @@ def _context_buffers(attention: Attention, layout: Layout) -> float:
     if layout.context == "ring":
         return 2 * width * key_values + 4 * (queries + 3 * key_values)
     return 2 * width * (2 * queries + max(key_values, tokens * 2 * attention.head_dim * layout.cp))
+
+
+def _puts_off(layout: Layout) -> bool:
+    """Whether gradients of weights wait; what else they wait with is part of the activations."""
+    return layout.pp > 1 and layout.schedule == "zb-h1"
 
 
 def _flow_key(layout: Layout) -> tuple:

@@ -213,6 +213,16 @@ def test_a_chunk_may_have_no_layers():
     assert time.simulate(layout).step > time.simulate(layout.replace(chunk_layers=None)).step
 
 
+def test_weight_gradients_that_wait_take_memory():
+    memory, base = MemoryModel(load_model("llama2-7b")), Layout(seq_len=4096, pp=4, microbatches=8)
+    plain, waiting = base.replace(recompute="full"), base.replace(recompute="full", schedule="zb-h1")
+    held = [[stage.parts["activations"] for stage in memory.report(each).stages] for each in (plain, waiting)]
+    assert held[0][0] == held[1][0]  # the first rank computes them at once
+    grown = [later - now for now, later in zip(*held, strict=True)]
+    assert grown == sorted(grown) and grown[-1] > 2 * grown[1] > 0
+    assert memory.peak(waiting) == max(stage.peak for stage in memory.report(waiting).stages)
+
+
 def test_the_kernels_of_a_run_decide_what_is_kept(tmp_path):
     peaks = {}
     for kernels in ("native", "portable"):
