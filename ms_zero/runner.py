@@ -3,21 +3,30 @@
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from mindspore import nn
 
 from ms_zero.checkpoint import latest, open_checkpoint, prune, save
 from ms_zero.comm import Communicator, ProcessMesh, checked, own_address
-from ms_zero.config import Loaded, RunConfig, TrainConfig, dump, mesh_of, render_effective, require_runnable
+from ms_zero.config import (
+    HardwareConfig,
+    Loaded,
+    RunConfig,
+    TrainConfig,
+    dump,
+    mesh_of,
+    render_effective,
+    require_runnable,
+)
 from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
-from ms_zero.graph.build import build_graph_engine
+from ms_zero.graph.build import build_compiled_engine, build_graph_engine, needs_auto_parallel
 from ms_zero.graph.engine import GraphEngine
 from ms_zero.hardware import peak_flops
-from ms_zero.kernels import default_target
+from ms_zero.kernels import default_target, require_built
 from ms_zero.monitor import Monitor, Rates, StepRecord, Throughput, host_rss_bytes
 from ms_zero.optim.schedule import Schedule
 from ms_zero.plan.flops import train_flops_per_token
@@ -43,8 +52,7 @@ def run(loaded: Loaded, comm: Communicator) -> int:
     """
     loaded.require_runnable()
     hardware = loaded.config.hardware
-    portable = hardware.target == "CPU" and hardware.kernels == "portable"
-    kernels = default_target("CPU-portable") if portable else nullcontext()
+    kernels = _kernels_of(hardware)
     debug = checked(comm, own_address()) if loaded.config.train.debug_collectives else nullcontext(comm)
     with kernels, debug as comm, closing(_Session(loaded, comm)) as session:
         session.introduce(loaded)
@@ -52,6 +60,16 @@ def run(loaded: Loaded, comm: Communicator) -> int:
         with _stop_on_signals() as stop:  # not before: until here there is nothing to save
             session.train(stop)
     return 0
+
+
+def _kernels_of(hardware: HardwareConfig) -> AbstractContextManager[None]:
+    """Within it, operations find the kernels that the run asks for; UserError when they are missing."""
+    if hardware.kernels == "native":
+        return nullcontext()
+    target = f"{hardware.target}-{hardware.kernels}"
+    if hardware.kernels == "custom":
+        require_built(target)
+    return default_target(target)
 
 
 def build_trainer(
@@ -83,7 +101,12 @@ def _build_engine(
         return build_engine(config, pmesh, model)
     model = build_model(config.model) if model is None else model
     scaler, resets = build_scaler(config.precision), build_resets(config.data)
-    return build_graph_engine(config, pmesh, model, scaler=scaler, resets=resets)
+    if not needs_auto_parallel(config):
+        return build_graph_engine(config, pmesh, model, scaler=scaler, resets=resets)
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = build_schedule(config)
+    return build_compiled_engine(config, pmesh, model, scaler=scaler, schedule=schedule, folder=folder)
 
 
 def build_schedule(config: RunConfig) -> Schedule:

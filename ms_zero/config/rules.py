@@ -301,13 +301,21 @@ def _check_context_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
 def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["engine.kind"] != "graph":
         return
-    if facts.values.get("hardware.target") == "CPU" and facts.values.get("precision.compute") == "bf16":
-        yield "precision.compute", "bf16 is not available with engine graph on CPU; only fp32 or fp16 is"
-    for path, available in _GRAPH_ENGINE.items():
+    limits = dict(_GRAPH_ENGINE)
+    if facts.values["hardware.target"] == "CPU":
+        limits |= _GRAPH_ON_CPU
+    elif any(facts.values.get(path, options[0]) not in options for path, options in _GRAPH_UNCUT.items()):
+        limits |= _GRAPH_CUT
+    for path, available in limits.items():
         if facts.known(path) and facts.values[path] not in available:
             value = show(facts.values[path]).strip("'")
             options = " or ".join(show(each).strip("'") for each in available)
             yield path, f"{value} is not available with engine graph; only {options} is"
+
+
+def _check_graph_untried(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["engine.kind"] == "graph" and facts.values["hardware.target"] == "Ascend":
+        yield "engine.kind", "graph compiles for Ascend, but no NPU has run it yet; watch the first steps"
 
 
 def _check_tensor_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -499,6 +507,13 @@ def _check_device_target(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "hardware.device", f"{name} is a {found} device, but hardware.target is {target}; change one"
 
 
+def _check_kernels(facts: Facts) -> Iterator[tuple[str, str]]:
+    kernels, target = facts.values["hardware.kernels"], facts.values["hardware.target"]
+    if kernels == ("custom" if target == "CPU" else "portable"):
+        other = "native or portable" if target == "CPU" else "native or custom"
+        yield "hardware.kernels", f"is {kernels}, but for hardware.target {target} there is {other}"
+
+
 def _check_device_named(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["hardware.device"] is None:
         names = ", ".join(hardware.device_names())
@@ -514,19 +529,32 @@ _GRAPH_ENGINE = {
     "model.family": ("gpt", "llama"),
     "model.dropout": (0.0,),
     "train.debug_collectives": (False,),
-    "parallel.pp": (1,),
     "parallel.cp": (1,),
-    "parallel.tp": (1,),
     "parallel.ep": (1,),
-    "parallel.zero_stage": (0,),
     "precision.reduce": ("fp32",),
     "precision.accumulate": ("fp32",),
     "precision.master": ("fp32",),
-    "memory.recompute": ("none",),
-    "memory.activations": ("device",),
     "offload.optimizer": ("none",),
     "offload.params": ("none",),
     "hardware.target": ("CPU", "Ascend"),
+}
+# Without MindSpore's AutoParallel, which CPU does not have.
+_GRAPH_UNCUT = {
+    "parallel.pp": (1,),
+    "parallel.tp": (1,),
+    "parallel.zero_stage": (0,),
+    "memory.recompute": ("none",),
+    "memory.activations": ("device",),
+}
+_GRAPH_ON_CPU = {**_GRAPH_UNCUT, "precision.compute": ("fp32", "fp16")}
+# With it.
+_GRAPH_CUT = {
+    "data.reset_attention": (False,),
+    "data.reset_positions": (False,),
+    "train.eval_interval": (0,),
+    "train.rampup_samples": (0,),
+    "memory.recompute": ("none", "full", "every_k", "selective"),
+    "memory.activations": ("device", "host"),
 }
 
 _SECTION_RULES = (
@@ -832,11 +860,21 @@ _PARALLEL_RULES = (
         "MZ069",
         "The graph engine runs this",
         "unavailable",
-        "engine: graph compiles training steps with MindSpore. This version runs data parallelism with whole "
-        "states that way; the eager engine runs everything else.",
+        "engine: graph compiles training steps with MindSpore: on CPU data parallelism with whole states, on "
+        "Ascend also what MindSpore's AutoParallel cuts. The eager engine runs everything else.",
         "Change the key as the message says, or set engine to eager.",
-        ("engine.kind",),
+        ("engine.kind", "hardware.target"),
         _check_graph_engine,
+    ),
+    Rule(
+        "MZ079",
+        "The graph engine is watched on Ascend",
+        "warning",
+        "That its steps compile for Ascend, and which collectives they contain, is tested with MindSpore's "
+        "front end. No NPU has run them.",
+        "Compare the first losses with those of engine: eager.",
+        ("engine.kind", "hardware.target"),
+        _check_graph_untried,
     ),
     Rule(
         "MZ057",
@@ -1005,6 +1043,15 @@ _HARDWARE_RULES = (
         "Set hardware.device to a name from the catalogue.",
         ("hardware.device",),
         _check_device_named,
+    ),
+    Rule(
+        "MZ073",
+        "The target has this kind of kernels",
+        "error",
+        "portable replaces the C++ library of the CPU; custom replaces MindSpore's operators of a device.",
+        "Choose hardware.kernels=native, or portable on CPU, or custom on Ascend and GPU.",
+        ("hardware.kernels", "hardware.target"),
+        _check_kernels,
     ),
 )
 

@@ -624,11 +624,12 @@ class HardwareConfig:
         default=AUTO,
         auto="cpu on CPU, else not known",
     )
-    kernels: Literal["native", "portable"] = key(
-        "native: the C++ library, built at first use with the compiler that is found. portable: numpy and "
-        "MindSpore's operators, slower, for machines without a compiler.",
+    kernels: Literal["native", "portable", "custom"] = key(
+        "On CPU native: the C++ library, built at first use with the compiler that is found; portable: numpy "
+        "and MindSpore's operators, slower, for machines without a compiler. On Ascend and GPU native: "
+        "MindSpore's operators; custom: the optimizer's update and the norm of the gradients by this "
+        "project's AscendC or CUDA kernels, built at install time; no device has run them yet.",
         default="native",
-        used_when=("target", ("CPU",)),
     )
 
 

@@ -8,6 +8,7 @@ from ms_zero.kernels.deferred import PutOff, put_off_to, putting_off
 from ms_zero.kernels.dispatch import default_target
 from ms_zero.kernels.embedding import Embedding
 from ms_zero.kernels.experts import CombineRows, GroupedLinear
+from ms_zero.kernels.graph_optimizer import require_built
 from ms_zero.kernels.host import adamw_update_host, sgd_update_host, sum_of_squares_host
 from ms_zero.kernels.linear import Linear
 from ms_zero.kernels.loss import CrossEntropySum, softmax_gradient, softmax_stats
@@ -45,6 +46,7 @@ __all__ = [
     "overwrite",
     "put_off_to",
     "putting_off",
+    "require_built",
     "round_to",
     "sgd_update",
     "sgd_update_host",

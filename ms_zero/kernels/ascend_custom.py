@@ -41,7 +41,8 @@ def why_unusable() -> str | None:
     return f"{_PATH_VARIABLE} does not name {package}: source {script} before the start"
 
 
-def _require_package() -> None:
+def require_package() -> None:
+    """Raise UserError when the operators cannot be used in this process."""
     reason = why_unusable()
     if reason is not None:
         raise UserError(f"kernels: {reason}")
@@ -93,7 +94,7 @@ class FusedAdamW(nn.Cell):
 
     def __init__(self, low_precision: bool) -> None:
         super().__init__()
-        _require_package()
+        require_package()
         name = "aclnnFusedAdamW" if low_precision else "aclnnFusedAdamWMaster"
         self.update = ops.Custom(
             name, _token_shape, _token_dtype, func_type="aot", reg_info=_adamw_registration(low_precision)
@@ -126,7 +127,7 @@ class SumOfSquares(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        _require_package()
+        require_package()
         inputs = [(dtype, _FLOAT) for dtype in _GRADS]
         self.partials = ops.Custom(
             "aclnnGradStats",

@@ -19,7 +19,7 @@ import mindspore as ms
 
 from ms_zero.errors import UserError
 
-PORTABLE = "-portable"
+PORTABLE, CUSTOM = "-portable", "-custom"
 TARGETS = ("CPU", f"CPU{PORTABLE}", "GPU", "GPU-custom", "Ascend", "Ascend-custom")
 
 T = TypeVar("T")
@@ -31,7 +31,8 @@ _DEFAULT: ContextVar[str | None] = ContextVar("ms_zero.kernels.target", default=
 def default_target(target: str) -> Iterator[None]:
     """Within the block None as a target means `target`, in this thread; an explicit target still wins.
 
-    For whole runs on kernels that are not the device's usual ones. Raises UserError for an unknown target.
+    For whole runs on kernels that are not the device's usual ones: this project's own (``-custom``) where it
+    has some, MindSpore's operators elsewhere. Raises UserError for an unknown target.
     """
     token = _DEFAULT.set(resolve_target(target))
     try:
@@ -57,11 +58,13 @@ def select(kernel: str, implementations: Mapping[str, T], target: str | None) ->
     """Return the implementation of `kernel` for `target` (None: the current device target).
 
     A kernel that has only one form for a device needs no entry for the portable one: that form is made of
-    MindSpore's operators. Raises UserError when `implementations` has none for the target.
+    MindSpore's operators. It serves a custom target of :func:`default_target` as well, but not one that is
+    asked for here. Raises UserError when `implementations` has none for the target.
     """
     chosen = resolve_target(target)
-    if chosen.endswith(PORTABLE) and chosen not in implementations:
+    if chosen not in implementations:
         chosen = chosen.removesuffix(PORTABLE)
+        chosen = chosen if target is not None else chosen.removesuffix(CUSTOM)
     if chosen not in implementations:
         available = ", ".join(sorted(implementations))
         raise UserError(f"kernels: {kernel} has no implementation for {chosen}: available for {available}")

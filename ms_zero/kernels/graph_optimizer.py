@@ -47,6 +47,11 @@ def _not_portable() -> nn.Cell:
     raise UserError("kernels: the operators of a graph are native: use hardware.kernels=native")
 
 
+def require_built(target: str) -> None:
+    """Raise UserError when this project's kernels for "GPU-custom" or "Ascend-custom" are missing."""
+    {"GPU-custom": cuda_custom.require_library, "Ascend-custom": ascend_custom.require_package}[target]()
+
+
 class FusedAdamW(nn.Cell):
     """One AdamW step in place; see FusedAdamW in ``ops/README.md``.
 

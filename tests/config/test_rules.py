@@ -23,6 +23,7 @@ ULYSSES = ["parallel.cp=2", "parallel.context=ulysses"]
 TWELVE_HEADS = ["model.num_heads=12", "model.head_dim=16"]
 STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
+ON_910B2 = ["hardware.target=Ascend", "hardware.device=ascend-910b2"]
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -397,9 +398,34 @@ CASES = [
     ),
     ("MZ069", "model.dropout", ["engine=graph", "model.dropout=0.1"], ["engine=graph"], 1, GPT),
     ("MZ069", "precision.compute", ["engine=graph", "precision.policy=bf16"], ["engine=graph"], 1, GPT),
+    (
+        "MZ069",
+        "train.eval_interval",
+        ["engine=graph", *ON_910B2, "parallel.tp=2", "train.eval_interval=5"],
+        ["parallel.tp=2", "train.eval_interval=5", *ON_910B2],
+        2,
+        GPT,
+    ),
+    ("MZ079", "engine.kind", ["engine=graph", *ON_910B2], ON_910B2, 1, GPT),
     ("MZ069", "parallel.tp", ["engine.kind=graph", "parallel.tp=2"], ["parallel.tp=2"], 2, GPT),
     ("MZ069", "parallel.zero_stage", ["engine=graph", "parallel.zero_stage=1"], ["engine=graph"], 2, GPT),
     ("MZ069", "memory.recompute", ["engine=graph", "memory.recompute=full"], ["engine=eager"], 1, GPT),
+    (
+        "MZ073",
+        "hardware.kernels",
+        ["hardware.kernels=custom"],
+        ["hardware.kernels=custom", "hardware.target=Ascend", "hardware.device=ascend-910b3"],
+        1,
+        GPT,
+    ),
+    (
+        "MZ073",
+        "hardware.kernels",
+        ["hardware.kernels=portable", "hardware.target=Ascend", "hardware.device=ascend-910b3"],
+        ["hardware.kernels=portable"],
+        1,
+        GPT,
+    ),
     (
         "MZ072",
         "hardware.device",

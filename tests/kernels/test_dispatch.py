@@ -2,7 +2,7 @@ import pytest
 
 from ms_zero import kernels
 from ms_zero.errors import UserError
-from ms_zero.kernels.dispatch import resolve_target, select
+from ms_zero.kernels.dispatch import default_target, resolve_target, select
 
 
 def test_the_current_device_is_the_default():
@@ -29,3 +29,11 @@ def test_the_portable_form_is_the_only_one_of_a_kernel_without_native_code():
 def test_a_custom_kernel_that_is_missing_is_no_reason_to_take_another():
     with pytest.raises(UserError, match="no implementation for Ascend-custom: available for Ascend"):
         select("Sinc", {"Ascend": int}, "Ascend-custom")
+
+
+def test_a_run_on_custom_kernels_takes_those_that_exist_and_the_usual_ones_elsewhere():
+    with default_target("Ascend-custom"):
+        assert select("Sinc", {"Ascend": int, "Ascend-custom": float}, None) is float
+        assert select("Sinc", {"Ascend": int}, None) is int
+        with pytest.raises(UserError, match="no implementation for Ascend: available for CPU"):
+            select("Sinc", {"CPU": int}, None)

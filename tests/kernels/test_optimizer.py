@@ -245,3 +245,5 @@ def test_own_kernels_that_are_not_built_are_refused_and_not_replaced(target, mon
         kernels.adamw_update(*state, step=1, target=target, **HYPER)
     with pytest.raises(UserError, match="not built"):
         kernels.sum_of_squares(state[0], target=target)
+    with pytest.raises(UserError, match="not built"):
+        kernels.require_built(target)
