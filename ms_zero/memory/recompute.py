@@ -93,8 +93,9 @@ class RecomputedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function and keep its arguments."""
-        tensors, spec = flatten((args, kwargs))
-        trainable = any(param.requires_grad for param in self._params)
+        tensors, spec = flatten((args, kwargs), leave=_is_narrow)
+        passed = [tensor for tensor in flatten((args, kwargs))[0] if _is_narrow(tensor)]
+        trainable = any(param.requires_grad for param in (*self._params, *passed))
         if trainable and is_recording() and not is_taped():
             raise UserError(
                 "recompute: under mindspore.value_and_grad the parameters of a recomputed cell get no "
@@ -174,6 +175,15 @@ class _Entry(function_class):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.received[ctx.index] = grad
         return None, None, None
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor is a 16-bit parameter: it gets its gradients like the cell's own, one from each call.
+
+    As the input of a function it would get them in the dtype that it was created with, mostly fp32, and the
+    framework does not add those to the ones of native operators (MindSpore 2.10.0).
+    """
+    return isinstance(tensor, Parameter) and tensor.dtype in (ms.float16, ms.bfloat16)
 
 
 def _capture(states: Sequence[ReplayedState]) -> list[Any]:

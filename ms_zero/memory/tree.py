@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,17 @@ class Slot:
     """Stands for the next tensor of a flattened value."""
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of `value` in order, and `value` with a :class:`Slot` in place of each."""
+def flatten(
+    value: Any, *, leave: Callable[[Tensor], bool] = lambda tensor: False
+) -> tuple[list[Tensor], Any]:
+    """The tensors of `value` in order, and `value` with a :class:`Slot` in place of each.
+
+    Those for which `leave` is true stay where they are.
+    """
     tensors: list[Tensor] = []
 
     def strip(part: Any) -> Any:
-        if isinstance(part, Tensor):
+        if isinstance(part, Tensor) and not leave(part):
             tensors.append(part)
             return Slot()
         return _rebuild(part, strip)

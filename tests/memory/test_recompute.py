@@ -63,6 +63,31 @@ def test_arguments_and_results_of_any_form():
     assert_bitwise(*both_ways(run))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_parameter_as_an_argument_gets_all_of_its_gradient(dtype):
+    """Used outside as well, and holding another dtype than it was created with, as under ZeRO in 16 bits."""
+
+    class AddProduct(nn.Cell):
+        def construct(self, x, w):
+            return x + x * w
+
+    def run(wrap):
+        cell = wrap(AddProduct())
+        weight = Parameter(Tensor(np.ones(3, np.float32)), name="weight")
+        weight.data = Tensor(np.array([1, 2, 3], dtype))
+        seen = []
+        weight.register_hook(lambda grad: seen.append(grad.asnumpy().astype(np.float64)))
+        with tape():
+            x = Tensor(np.array([[1, 2, 4], [8, 1, 2]], dtype)) * weight
+            loss = cell(cell(x, weight), weight).sum()
+        backward(loss)
+        return {"weight": sum(seen), "plain": np.array(len(seen) == 1)}
+
+    plain, recomputed = both_ways(run)
+    assert plain["plain"]
+    np.testing.assert_array_equal(recomputed["weight"], plain["weight"])
+
+
 def test_an_unused_result_and_a_constant_input_get_no_gradient():
     def run(wrap):
         cell = wrap(Scale())
