@@ -4,10 +4,10 @@
     python scripts/check_graph.py [--json] [--quick]
 
 Executed on CPU: steps of the graph engine against the eager engine. Compiled by MindSpore's front end for a
-rank of an Ascend cluster, not executed: every layout below, and the four presets with their meshes' axes, scaled
-down in depth and width, on the first and the last rank. What is looked at: whether it compiles, uses no
-deprecated API, and sends the bytes that the planner predicts (tests/graph look at operations, groups and
-places). Kernels, memory, numbers and speed on an NPU are no part of it. ``--quick``: fewer layouts, no presets.
+rank of an Ascend cluster, not executed: every layout below, and the four presets with their meshes' axes,
+scaled down in depth and width, on the first and the last rank. What is looked at: whether it compiles, uses
+no deprecated API, and sends the bytes that the planner predicts (tests/graph look at operations, groups and
+places). Kernels, memory, numbers and speed on an NPU are no part of it. --quick: fewer layouts, no presets.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def layouts(quick: bool) -> Iterator[Layout]:
     yield Layout("hsdp level 1, 3 microbatches", run, level, 4, compared=("dp",))
     yield Layout("hsdp level 3, 3 microbatches", run, (*base, k3, "parallel.zero_stage=3"), 4)
     yield Layout("tp + sp", run, (*one, *sequence), 4, compared=("tp",))
-    yield Layout("cp", run, (*one, "parallel.cp=2"), 4)
+    yield Layout("cp, gathered", run, (*one, "parallel.cp=2"), 4)
+    yield Layout("cp, ulysses", run, (*one, "parallel.cp=2", "parallel.context=ulysses"), 4)
     yield Layout("recompute full", run, (*one, "memory.recompute=full"), 4, compared=("dp",))
     yield Layout("recompute selective", run, (*one, "memory.recompute=selective"), 4, compared=("dp",))
     yield Layout("activations on the host", run, (*one, "memory.activations=host"), 4, compared=("dp",))

@@ -18,6 +18,7 @@ def inspect(
     workers: int | None,
     keep: str | None,
     json_path: str | None,
+    scheduler: str | None,
 ) -> int:
     """Print what rank `rank` communicates in a step; returns the exit status."""
     loaded = load_config(run, overrides, workers, to_run=False)
@@ -26,6 +27,7 @@ def inspect(
     if not 0 <= rank < mesh.world_size:
         raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
     arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
+    arguments["scheduler"] = scheduler
     case = Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
     compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
     print(f"{run}: rank {rank} of {mesh.describe()}, compiled for Ascend by MindSpore's front end only")

@@ -104,6 +104,7 @@ def compile_case(case: Case, *, timeout_s: float = 120.0, keep: Path | None = No
             "size": case.size,
             "local_size": case.local_size,
             "folder": folder,
+            "cwd": str(Path.cwd()),
             "timeout_s": timeout_s,
             "sys_path": sys.path,
         }

@@ -73,6 +73,7 @@ def _redirect(messages: Path) -> None:
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     sys.path[:] = job["sys_path"]
+    os.chdir(job["cwd"])
     folder = Path(job["folder"])
     try:
         _compat_frontend.enable(job["rank"], job["size"], job["local_size"])

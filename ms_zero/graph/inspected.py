@@ -18,6 +18,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_zero import models
 from ms_zero.config import GPTConfig, LlamaConfig, RunConfig, load_config
+from ms_zero.errors import UserError
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
 from ms_zero.graph.train import build_train_cell
@@ -27,20 +28,29 @@ _FAMILIES = {"gpt": models.GPT, "llama": models.Llama}
 
 
 def build_run(
-    run: str, overrides: Sequence[str], workers: int | None
+    run: str, overrides: Sequence[str], workers: int | None, scheduler: str | None = None
 ) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
     """The wrapped train cell of a run file, the inputs of a step on one rank, and notes.
+
+    ``scheduler``: see `ms_zero.graph.parallel.options_of`.
 
     Raises:
         UserError: the run file is refused, or asks for what this engine does not do.
     """
     config = load_config(run, overrides, workers, to_run=False).config
-    return build_config(config)
+    return build_config(config, scheduler)
 
 
-def build_config(config: RunConfig) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
+def build_config(
+    config: RunConfig, scheduler: str | None = None
+) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
     """As :func:`build_run`, for a config."""
-    options = options_of(config)
+    if config.model.family not in _FAMILIES:
+        raise UserError(
+            f"graph: there are no strategies for models of family {config.model.family}: expected one of "
+            f"{', '.join(_FAMILIES)}"
+        )
+    options = options_of(config, scheduler)
     dtype = _DTYPES[config.precision.compute]
     plain = declared_model(config.model)
     twin = sharded_model(plain, config.model, options.grid, dtype)

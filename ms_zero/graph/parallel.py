@@ -33,6 +33,7 @@ from ms_zero.errors import UserError
 from ms_zero.graph.strategies import Grid
 from ms_zero.plan.recompute import plan_recompute
 
+V_SHAPED = "zero_bubble_v"
 # Schedule of a config -> (scheduler of MindSpore, interleave).
 _SCHEDULES = {"gpipe": ("gpipe", True), "1f1b": ("1f1b", False), "interleaved": ("1f1b", True)}
 
@@ -45,7 +46,8 @@ class Stages:
         count: pipeline stages.
         scheduler: MindSpore's name of the order.
         interleave: whether a stage may hold several chunks of the model.
-        chunk_layers: layers of each chunk; chunk c lies on stage c % count as its segment c // count.
+        chunk_layers: layers of each chunk; chunk c lies on stage c % count as its segment c // count. With
+            zero_bubble_v the second segments go from the last stage to the first.
     """
 
     count: int
@@ -79,8 +81,12 @@ class Options:
     speed_up: Mapping[str, Any]
 
 
-def options_of(config: RunConfig) -> Options:
+def options_of(config: RunConfig, scheduler: str | None = None) -> Options:
     """What a config asks of AutoParallel.
+
+    ``scheduler``: "zero_bubble_v", an order of MindSpore that no key of a config names: two chunks a stage,
+    the second ones in reverse, so that the model begins and ends on stage 0. For ``parallel.schedule:
+    interleaved`` with two virtual stages.
 
     Raises:
         UserError: something that this engine does not do.
@@ -91,11 +97,13 @@ def options_of(config: RunConfig) -> Options:
         cp=parallel.cp,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        # MindSpore's own ring is left out: whether its masks are causal shows on a device only.
+        context="ulysses" if parallel.context == "ulysses" else "gather",
     )
     _check(config)
     return Options(
         grid=grid,
-        stages=stages_of(config) if parallel.pp > 1 else None,
+        stages=stages_of(config, scheduler) if parallel.pp > 1 else None,
         hsdp_level=parallel.zero_stage,
         shard_size=parallel.dp_shard * parallel.cp if parallel.dp_replicate > 1 else -1,
         fusion_mb=max(1, int(parallel.bucket_mb)),
@@ -171,13 +179,18 @@ def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-def stages_of(config: RunConfig) -> Stages:
+def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
     """The cut of a pipeline."""
     parallel = config.parallel
-    scheduler, interleave = _SCHEDULES[parallel.schedule]
+    name, interleave = _SCHEDULES[parallel.schedule]
     virtual = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
+    if scheduler is not None and (scheduler != V_SHAPED or virtual != 2):
+        raise UserError(
+            f"graph: scheduler {scheduler}: expected {V_SHAPED}, with parallel.schedule interleaved and two "
+            "virtual stages"
+        )
     layers = even_split(config.model.num_layers, parallel.pp * virtual)
-    return Stages(parallel.pp, scheduler, interleave, layers)
+    return Stages(parallel.pp, scheduler or name, interleave, layers)
 
 
 def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
@@ -241,9 +254,11 @@ def _place_stages(model: nn.Cell, stages: Stages) -> None:
     placed += [(cell, last) for cell in model.last_cells]
     placed += list(zip(model.blocks, chunks, strict=True))
     for cell, chunk in placed:
-        cell.pipeline_stage = chunk % stages.count
+        segment, place = divmod(chunk, stages.count)
+        goes_back = stages.scheduler == V_SHAPED and segment == 1
+        cell.pipeline_stage = stages.count - 1 - place if goes_back else place
         if last >= stages.count:
-            cell.pipeline_segment = chunk // stages.count
+            cell.pipeline_segment = segment
 
 
 def auto_parallel(cell: nn.Cell, options: Options, num_inputs: int, folder: Path | None) -> AutoParallel:

@@ -32,7 +32,7 @@ from ms_zero.models.gpt import GPT, GPTAttention, GPTBlock
 from ms_zero.models.layers import Embedding, LayerNorm, Linear, RMSNorm, name_parameters_by_path
 from ms_zero.models.llama import Llama, LlamaAttention, LlamaLayer
 
-ContextKind = Literal["gather", "ulysses", "ring"]
+ContextKind = Literal["gather", "ulysses"]
 _MASKED = -30000.0
 # The compressed causal mask that FlashAttentionScore takes whatever the sequence length.
 _FLASH_MASK_SIZE = 2048
@@ -49,9 +49,8 @@ class Grid:
         cp: ranks with different parts of a sequence.
         tp: ranks with different parts of the weights.
         sequence_parallel: whether tp cuts the rows of activations between the regions of tensor parallelism.
-        context: how attention gets the keys and values of other ranks: "gather" all of them; "ulysses": each
-        rank
-            attends with some of the heads; "ring": they go round.
+        context: how attention gets the keys and values of other cp ranks: "gather" all of them; "ulysses":
+            each rank attends to all tokens with some of the heads.
     """
 
     dp: int = 1
@@ -178,8 +177,6 @@ class FlashAttention(nn.Cell):
             sparse_mode=_LEFT_UP_CAUSAL,
         )
         self.flash.shard((*_attention_layouts(grid), (1, 1)))
-        if grid.context == "ring" and grid.cp > 1:
-            self.flash.add_prim_attr("enable_ring_attention", True)
         mask = np.triu(np.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), np.uint8), 1)
         self.mask = Tensor(mask)
 
@@ -193,9 +190,8 @@ def _attention_layouts(grid: Grid) -> tuple[tuple[int, ...], ...]:
     if grid.context == "ulysses":
         heads = (grid.dp, 1, grid.cp * grid.tp, 1)
         return heads, heads, heads
-    query = (grid.dp, grid.cp, grid.tp, 1)
-    keys = query if grid.context == "ring" else (grid.dp, 1, grid.tp, 1)
-    return query, keys, keys
+    keys = (grid.dp, 1, grid.tp, 1)
+    return (grid.dp, grid.cp, grid.tp, 1), keys, keys
 
 
 class ProductAttention(nn.Cell):

@@ -46,9 +46,10 @@ def mesh_of(workers, *overrides):
 
 
 @functools.cache
-def compiled(workers, *overrides, rank=0):
+def compiled(workers, *overrides, rank=0, scheduler=None):
     """What the front end makes of a case; skips the test where MindSpore is another version."""
     arguments = {"run": run_file(), "overrides": list(overrides), "workers": workers}
+    arguments["scheduler"] = scheduler
     try:
         return compile_case(Case(BUILD_RUN, arguments, rank=rank, size=workers), timeout_s=TIMEOUT_S)
     except FrontEndUnavailable as reason:

@@ -1,11 +1,15 @@
 """The harness itself, on a network of two products, and what it says when it cannot work."""
 
 import importlib.metadata
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from ms_zero import _compat_frontend
+from ms_zero.cli.main import main
 from ms_zero.graph.frontend import Case, FrontEndError, FrontEndUnavailable, compile_case
 from ms_zero.graph.ir import parse
 
@@ -66,3 +70,18 @@ subgraph @main() {
 """
     (operation,) = parse(text).operations
     assert (operation.times, operation.role, operation.bytes_sent) == (2, "weight", 32.0)
+
+
+def test_the_run_file_and_command_of_the_page_work(tmp_path, monkeypatch, capsys):
+    compile_tiny("two_products")  # skips where MindSpore is another version
+    text = (HERE.parents[1] / "docs" / "auto-parallel.md").read_text()
+    (run_file,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```bash\nms-zero (.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sharded.yaml").write_text(run_file)
+    assert main(shlex.split(command)) == 0
+    printed = capsys.readouterr().out
+    assert "rank 0 of 4 ranks: dp_shard 2 x tp 2" in printed
+    report = json.loads((tmp_path / "sharded.json").read_text())
+    scattered = [each for each in report["operations"] if each["name"] == "ReduceScatter"]
+    assert {tuple(each["ranks"]) for each in scattered} == {(0, 1), (0, 2), (0, 1, 2, 3)}

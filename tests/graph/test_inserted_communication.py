@@ -126,6 +126,13 @@ def test_context_parallel_gathers_keys_and_values_and_scatters_their_gradients()
     assert graph.number("AllReduce", role="gradient", ranks=range(4)) == PARAMETERS
 
 
+def test_ulysses_exchanges_heads_for_tokens():
+    graph = compiled(4, "parallel.cp=2", "parallel.context=ulysses").graph
+    for phase in ("forward", "backward"):  # queries, keys, values, and what comes out
+        assert graph.number("AlltoAll", role="layout", phase=phase, ranks=(0, 1)) == 4
+    assert graph.number("AllGather", role="layout") == 0
+
+
 def test_a_pipeline_sends_each_microbatch_once_each_way():
     overrides = ("parallel.pp=4", "model.num_layers=4", "train.accumulation_steps=4")
     graph = compiled(4, *overrides, rank=2).graph
@@ -152,6 +159,16 @@ def test_schedules_send_what_their_chunks_need(schedule, forward):
     assert graph.number("Receive", role="pipeline", phase="backward") == forward
     returning = forward - 2
     assert graph.number("Receive", role="pipeline", phase="forward") == returning
+
+
+def test_zero_bubble_v_begins_and_ends_on_the_first_stage():
+    overrides = ("parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved")
+    overrides += ("parallel.virtual_stages=2",)
+    graph = compiled(2, *overrides, "train.accumulation_steps=2", scheduler="zero_bubble_v").graph
+    for name in ("Send", "Receive"):
+        for phase in ("forward", "backward"):
+            assert graph.number(name, role="pipeline", phase=phase) == 2, (name, phase)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= graph.parameters.keys()
 
 
 def test_three_axes_at_once():
@@ -187,6 +204,7 @@ def test_the_report_names_axes_and_sums():
     [
         (["parallel.tp=4"], "tp 4 does not divide 2 key-value heads"),
         (["parallel.cp=2", "train.micro_batch_size=2"], "one sample at a time"),
+        (["parallel.cp=4", "parallel.context=ulysses"], "tp x cp 4 does not divide 2 key-value heads"),
         (["memory.recompute=sqrt"], "recomputed one by one"),
         (
             ["parallel.pp=2", "parallel.zero_stage=2", "model.tie_embeddings=true", "model.num_layers=2"],
