@@ -19,7 +19,7 @@ def test_the_cases_cover_degrees_copies_stages_and_the_other_axes():
     assert {(2, 2, stage) for stage in range(1, 4)} <= copies
     assert {2, 3, 4} <= {p.ep for p in layouts}
     assert {p.zero_stage for p in layouts if p.dp_replicate == 2 and p.ep == 2} == {0, 1, 2, 3}
-    assert {p.schedule for p in layouts if p.pp == 2} == {"gpipe", "1f1b", "interleaved"}
+    assert {p.schedule for p in layouts if p.pp == 2} == {"gpipe", "1f1b", "interleaved", "zb-h1"}
     assert {(p.tp, p.sequence_parallel) for p in layouts if p.ep > 1} == {(1, False), (2, False), (2, True)}
     assert any(p.pp == p.tp == p.ep == 2 for p in layouts)
     assert {(p.ep, p.context) for p in layouts if p.cp == 2} >= {(1, "ulysses"), (2, "ring"), (4, "ring")}
