@@ -176,8 +176,8 @@ def shard(
         fp32: further cells that compute in fp32, by class or predicate.
         scaler: loss scaling; None: dynamic for policies with fp16, else none.
         options: further options; ``stage`` and ``policy`` override its own.
-        placements: of a model that :func:`ms_zero.parallel.parallelize` has cut; ``values`` are those of the
-            whole parameters.
+        placements: of a model that :func:`ms_zero.parallel.parallelize` or
+            :func:`ms_zero.parallel.split_experts` has cut; ``values`` are those of the whole parameters.
 
     Raises:
         UserError: unknown stage or policy, parameters without values, a model that is sharded already or
