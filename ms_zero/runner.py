@@ -23,7 +23,7 @@ from ms_zero.config import (
 from ms_zero.data import BatchSchedule, MixtureData, TextData
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
-from ms_zero.graph.build import build_graph_engine
+from ms_zero.graph.build import build_compiled_engine, build_graph_engine, needs_auto_parallel
 from ms_zero.graph.engine import GraphEngine
 from ms_zero.hardware import peak_flops
 from ms_zero.kernels import default_target, require_built
@@ -101,7 +101,12 @@ def _build_engine(
         return build_engine(config, pmesh, model)
     model = build_model(config.model) if model is None else model
     scaler, resets = build_scaler(config.precision), build_resets(config.data)
-    return build_graph_engine(config, pmesh, model, scaler=scaler, resets=resets)
+    if not needs_auto_parallel(config):
+        return build_graph_engine(config, pmesh, model, scaler=scaler, resets=resets)
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = build_schedule(config)
+    return build_compiled_engine(config, pmesh, model, scaler=scaler, schedule=schedule, folder=folder)
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -1,15 +1,21 @@
 """From a run's configuration to the graph engine."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 from mindspore import nn
 
-from ms_zero.comm import ProcessMesh
+from ms_zero.comm import Communicator, ProcessMesh
 from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
+from ms_zero.graph.compiled import CompiledEngine, CompiledStep
 from ms_zero.graph.engine import GraphEngine
 from ms_zero.graph.network import LossNetwork
+from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.precision import compute_in
 from ms_zero.graph.step import GraphStep
-from ms_zero.graph.train import batch_extras, build_update, trained_parameters
+from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
+from ms_zero.graph.train import batch_extras, build_train_cell, build_update, trained_parameters
 from ms_zero.models import initialise
 from ms_zero.precision.policy import DTYPES
 from ms_zero.precision.scaler import LossScaler
@@ -47,6 +53,72 @@ def build_graph_engine(
     )
     notes = _notes(config.precision.compute, group.size)
     return GraphEngine(model, step, group=group, resets=resets, notes=notes)
+
+
+def needs_auto_parallel(config: RunConfig) -> bool:
+    """Whether a run is for AutoParallel, and not only for whole models on ranks with different data."""
+    parallel, memory = config.parallel, config.memory
+    is_cut = max(parallel.pp, parallel.tp, parallel.cp) > 1 or parallel.zero_stage > 0
+    return is_cut or memory.recompute != "none" or memory.activations != "device"
+
+
+def build_compiled_engine(
+    config: RunConfig,
+    pmesh: ProcessMesh,
+    model: nn.Cell,
+    *,
+    scaler: LossScaler,
+    schedule: Callable[[int], float],
+    folder: Path,
+) -> CompiledEngine:
+    """The engine of a run that AutoParallel cuts; compiles at once. For Ascend, on which it has not been run.
+
+    Args:
+        config: of the run.
+        pmesh: of the job.
+        model: plain, with parameters frozen as wanted.
+        scaler: of the loss.
+        schedule: learning rate of an update.
+        folder: gets MindSpore's options for overlaps.
+
+    Raises:
+        UserError: something that AutoParallel does not do.
+    """
+    initialise(model, config.train.seed)
+    step = auto_parallel_step(config, model, pmesh.comm, scaler=scaler, schedule=schedule, folder=folder)
+    train, group = config.train, pmesh.group(*_DATA_AXES)
+    step.prepare(train.micro_batch_size * train.accumulation_steps, config.data.seq_len)
+    notes = _notes(config.precision.compute, 1)
+    notes += ["engine graph: MindSpore's AutoParallel cuts this run; that has not been tried on a device"]
+    return CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes)
+
+
+def auto_parallel_step(
+    config: RunConfig,
+    model: nn.Cell,
+    comm: Communicator,
+    *,
+    scaler: LossScaler,
+    schedule: Callable[[int], float],
+    folder: Path,
+) -> CompiledStep:
+    """The step of such a run, not compiled yet; arguments as for :func:`build_compiled_engine`."""
+    options, optim = options_of(config), config.optim
+    twin = sharded_model(model, config.model, options.grid, DTYPES[config.precision.compute])
+    place_blocks(twin, options)
+    loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)
+    parts = build_train_cell(config, twin, loss_sum=loss, scaler=scaler, target="Ascend")
+    cell = auto_parallel(parts.cell, options, 2 + len(parts.extras), folder)
+    return CompiledStep(
+        cell,
+        parts,
+        schedule,
+        weight_decay=optim.weight_decay,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        comm=comm,
+    )
 
 
 def _notes(compute: str, num_ranks: int) -> list[str]:

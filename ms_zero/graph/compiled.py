@@ -15,7 +15,7 @@ from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.errors import UserError
-from ms_zero.graph.engine import DTYPE, GraphEngine
+from ms_zero.graph.engine import DTYPE, GraphAccount, GraphEngine
 from ms_zero.graph.slices import held_boxes, saved_here
 from ms_zero.graph.step import Summary, graph_mode
 from ms_zero.graph.train import TrainParts
@@ -179,6 +179,10 @@ class CompiledEngine(GraphEngine):
             "graph: a step that is one graph cannot evaluate: set train.eval_interval to 0 and evaluate its "
             "checkpoints with the eager engine"
         )
+
+    def account(self) -> GraphAccount:
+        """What this rank holds; what it sends is in the report of ``ms-zero graph inspect``."""
+        return GraphAccount(sent=0.0, **self._compiled.held_bytes())
 
     def state_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
         """This rank's part of parameters and optimizer state, fp32; together the ranks cover all once."""

@@ -1,5 +1,11 @@
 """The host's part of steps that are one graph: on one worker, without AutoParallel; and who holds what."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from mindspore.parallel.nn import GradAccumulation
@@ -20,6 +26,7 @@ from ms_zero.recipes.build import build_model, build_scaler
 from ms_zero.runner import build_batch_schedule, build_schedule, build_trainer
 from ms_zero.trainer import Trainer
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = (
     "data.source=files",
     "data.validation_fraction=0.5",
@@ -65,6 +72,7 @@ def compiled_trainer(config, comm):
     )
     rates = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
     step = CompiledStep(parts.cell, parts, schedule, comm=comm, **rates)
+    step.prepare(rows=8, tokens=16)
     group = ProcessMesh(Mesh(), comm).group("dp_replicate", "dp_shard")
     engine = CompiledEngine(model, step, comm=comm, group=group)
     loader = load_data(config).train_loader(config.train.seed)
@@ -115,6 +123,43 @@ def test_the_parts_of_eight_ranks_tile_a_parameter(axes, row_parts):
     for box in {layout.box(rank, (rank // 4 if row_parts > 1 else 0, row_parts)) for rank in range(8)}:
         box.take(seen)[...] += 1
     assert (seen == 1).all()
+
+
+def test_the_parts_are_those_that_mindspore_compiles():
+    """Two stages of two tensor-parallel times two sharing ranks, on the first and the last rank."""
+    overrides = ["engine=graph", "hardware.target=Ascend", "model.num_layers=2", "model.hidden_size=32"]
+    overrides += ["model.tie_embeddings=false", "model.vocab_size=260", "data.seq_len=16"]
+    overrides += ["train.global_batch_size=8", "train.accumulation_steps=2", "train.eval_interval=0"]
+    overrides += ["parallel.zero_stage=3", "parallel.tp=2", "parallel.pp=2", "precision.policy=bf16"]
+    script = str(Path(__file__).with_name("cut_process.py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    begun = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), "8", "runs/quickstart", *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+        )
+        for rank in (0, 7)
+    ]
+    reports = []
+    for process in begun:
+        printed, _ = process.communicate(timeout=600)
+        found = [line for line in printed.splitlines() if line.startswith("REPORT ")]
+        assert found, printed[-3000:]
+        reports.append(json.loads(found[0].removeprefix("REPORT ")))
+    stages = [{name for name in report["model"] if name in report["parts"]} for report in reports]
+    assert sorted(stages[0] | stages[1]) == sorted(reports[0]["model"]) and not stages[0] & stages[1]
+    for report, owned in zip(reports, stages, strict=True):
+        for name in owned:
+            _, _, shape = report["parts"][name]
+            assert report["shapes"][name] == shape == report["shapes"][f"exp_avg.{name}"]
+    first, last = (report["parts"] for report in reports)
+    assert first["transformer.h.0.mlp.c_fc.weight"] == [[128, 32], [0, 0], [32, 32]]
+    # The last rank has the last rows: of the second half by tp, the second half by zero_stage.
+    assert last["transformer.h.1.mlp.c_fc.weight"] == [[128, 32], [96, 0], [32, 32]]
+    assert last["transformer.h.1.mlp.c_proj.weight"] == [[32, 128], [16, 64], [16, 64]]
 
 
 def test_a_layout_is_read_as_mindspore_writes_it():
