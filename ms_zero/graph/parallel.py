@@ -189,6 +189,11 @@ def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
             f"graph: scheduler {scheduler}: expected {V_SHAPED}, with parallel.schedule interleaved and two "
             "virtual stages"
         )
+    if scheduler == V_SHAPED and config.train.accumulation_steps < 2 * parallel.pp:
+        raise UserError(
+            f"train.accumulation_steps {config.train.accumulation_steps}: {V_SHAPED} needs at least two "
+            f"microbatches a stage: {2 * parallel.pp}"
+        )
     layers = even_split(config.model.num_layers, parallel.pp * virtual)
     return Stages(parallel.pp, scheduler or name, interleave, layers)
 

@@ -164,11 +164,18 @@ def test_schedules_send_what_their_chunks_need(schedule, forward):
 def test_zero_bubble_v_begins_and_ends_on_the_first_stage():
     overrides = ("parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved")
     overrides += ("parallel.virtual_stages=2",)
-    graph = compiled(2, *overrides, "train.accumulation_steps=2", scheduler="zero_bubble_v").graph
+    graph = compiled(2, *overrides, "train.accumulation_steps=4", scheduler="zero_bubble_v").graph
     for name in ("Send", "Receive"):
         for phase in ("forward", "backward"):
-            assert graph.number(name, role="pipeline", phase=phase) == 2, (name, phase)
+            assert graph.number(name, role="pipeline", phase=phase) == 4, (name, phase)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= graph.parameters.keys()
+
+
+def test_zero_bubble_v_wants_two_microbatches_a_stage():
+    overrides = ("parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved")
+    overrides += ("parallel.virtual_stages=2", "train.accumulation_steps=2")
+    with pytest.raises(UserError, match="at least two microbatches a stage: 4"):
+        compiled(2, *overrides, scheduler="zero_bubble_v")
 
 
 def test_three_axes_at_once():
