@@ -555,6 +555,7 @@ _GRAPH_CUT = {
     "train.rampup_samples": (0,),
     "memory.recompute": ("none", "full", "every_k", "selective"),
     "memory.activations": ("device", "host"),
+    "hardware.kernels": ("native",),
 }
 
 _SECTION_RULES = (
