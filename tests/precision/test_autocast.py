@@ -134,6 +134,30 @@ def test_parameters_among_arguments_are_left_alone():
         assert owner.probe.seen[0][0][1] is owner.weight
 
 
+@pytest.mark.parametrize("chosen", [GRID, HALF])
+def test_what_a_cell_keeps_in_fp32_passes_its_borders_untouched(chosen):
+    class Carrying(nn.Cell):
+        fp32_arguments, fp32_outputs = ("loss",), (1,)
+
+        def construct(self, x, *, loss):
+            return x, loss
+
+    class Root(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Carrying()
+
+        def construct(self, x):
+            return self.leaf(x, loss=loss)
+
+    loss = tensor(3)
+    root = Root()
+    apply(root, chosen, "CPU")
+    x, carried = root(tensor(3))
+    assert carried.dtype == ms.float32 and carried.asnumpy().tobytes() == loss.asnumpy().tobytes()
+    assert x.dtype == chosen.working("CPU").dtype and (chosen is HALF or on_grid(x))
+
+
 def test_leaf_and_block_outputs_are_on_the_grid_but_not_those_of_the_root():
     inner = Residual(Scaled())
     root = Around(inner, probe := Probe(), Scaled())
