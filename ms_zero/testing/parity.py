@@ -38,6 +38,7 @@ from ms_zero._compat import device_target
 from ms_zero.checkpoint import Shard, latest, open_checkpoint, save
 from ms_zero.comm import Communicator
 from ms_zero.config import RunConfig, load_config
+from ms_zero.errors import UserError
 from ms_zero.models.init import decay_names, initialise
 from ms_zero.precision.autocast import apply as autocast
 from ms_zero.precision.autocast import fp32_parameters
@@ -445,6 +446,8 @@ def _save_shards(comm: Communicator, root: Path, shards: Iterable[tuple[Shard, n
 
 
 def _read_trace(numbers: dict[str, list[float]], folder: Path) -> Trace:
+    if latest(folder / "grads") is None:
+        raise UserError("parity: the gradient of no step was finite, so there is none to compare: add steps")
     grads, state = (open_checkpoint(latest(folder / kind)) for kind in ("grads", "params"))
     params = {name.removeprefix("model."): name for name in state.names() if name.startswith("model.")}
     return Trace(
