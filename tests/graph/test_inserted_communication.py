@@ -149,6 +149,14 @@ def test_a_pipeline_sends_each_microbatch_once_each_way():
     assert sent(4, *overrides, rank=2)["pp"] == pytest.approx(planned(4, *overrides, rank=2)["pp"])
 
 
+def test_a_tied_table_goes_to_the_last_stage_once_and_its_gradient_comes_back():
+    overrides = ("parallel.pp=2", "model.num_layers=2", "model.tie_embeddings=true")
+    graph = compiled(2, *overrides, "train.accumulation_steps=2").graph
+    for name, phase, tensor in (("Send", "forward", "sent"), ("Receive", "backward", "received")):
+        shapes = [getattr(each, tensor).shape for each in graph.select(name, role="pipeline", phase=phase)]
+        assert sorted(shapes) == [(TOKENS, HIDDEN)] * 2 + [(512, HIDDEN)]
+
+
 @pytest.mark.parametrize(("schedule", "forward"), [("1f1b", 2), ("gpipe", 2), ("interleaved", 4)])
 def test_schedules_send_what_their_chunks_need(schedule, forward):
     layers = 4 if schedule == "interleaved" else 2
