@@ -58,6 +58,7 @@ _SECTIONS = {
     "checkpoint": "the program calls save_checkpoint and load_checkpoint",
     "monitor": "the program or a monitor block decides about it",
     "hardware": "DeepSpeed finds the accelerator itself",
+    "engine": "DeepSpeed has one engine",
 }
 _SCALING = {
     "precision.growth_interval": "fp16.loss_scale_window",
