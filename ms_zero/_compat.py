@@ -197,7 +197,8 @@ def launch_blocking() -> None:
     """Run each operation at once, in the calling thread.
 
     On CPU this is about twice as fast for one process (no queue threads that spin), far faster for several
-    processes on few cores, and an error is raised by the operation that caused it.
+    processes on few cores, and an error is raised by the operation that caused it. MindSpore looks at the
+    setting once, when the process runs its first operation: later calls have no effect.
     Checked on 2.10.0: ``mindspore.runtime.launch_blocking``.
     """
     mindspore.runtime.launch_blocking()

@@ -24,7 +24,10 @@ _MSRUN_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT"
 
 
 def local(target: str = "CPU") -> Communicator:
-    """A communicator for a job of one process on a device target; see :func:`connect` about CPU."""
+    """A communicator for a job of one process on a device target; see :func:`connect` about CPU.
+
+    Call it before the first operation, too.
+    """
     _check_target(target)
     _prepare_device(target)
     return Communicator(SingleBackend(), 0, 1)
@@ -59,7 +62,8 @@ def connect(target: str) -> Communicator:
     """Join the job that ``ms-zero launch`` or msrun started this worker for. Call it once, first of all.
 
     `target` is "CPU" (mccl), "Ascend" (hccl) or "GPU" (nccl). On CPU, operations become blocking, see
-    `ms_zero._compat.launch_blocking`. In the scheduler process this call does not return.
+    `ms_zero._compat.launch_blocking`, unless one has run before: training is right then too, but much slower.
+    In the scheduler process this call does not return.
     Raises UserError for an unknown target, outside msrun, or when the workers cannot be joined.
     """
     _check_target(target)

@@ -120,8 +120,8 @@ class ShardedModel(Sharded):
             if tuple(values[name].shape) != shape:
                 found = list(values[name].shape)
                 raise UserError(f"zero: load_state_dict: {name} is {found}, the model's is {list(shape)}")
-        for name, param in self.kept.items():
-            param.set_data(Tensor(np.asarray(values[name]), param.dtype))
+        for name in self.kept:
+            self.write_kept(name, np.asarray(values[name]))
         arrays = {name: box.take(np.asarray(values[name], np.float32)) for name, box in boxes.items()}
         flat = {name: array.reshape(-1) for name, array in arrays.items()}
         self.set_initial_values(lambda name, start, stop: flat[name][start:stop])

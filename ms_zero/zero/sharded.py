@@ -28,7 +28,13 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_zero import kernels
-from ms_zero._compat import backward, clear_grads, needs_gradient, reset_backward_hooks
+from ms_zero._compat import (
+    backward,
+    clear_grads,
+    finish_queued,
+    needs_gradient,
+    reset_backward_hooks,
+)
 from ms_zero.comm import Communicator
 from ms_zero.errors import UserError
 from ms_zero.parallel.placement import Placements, Replicas, is_first
@@ -355,6 +361,7 @@ class Sharded:
     def write_kept(self, name: str, values: np.ndarray) -> None:
         """Overwrite a parameter outside of buckets, on this rank."""
         param = self.kept[name]
+        finish_queued()  # what was called before is to read the old values
         param.data = Tensor(values.reshape(param.shape)).astype(param.dtype)
 
     def held_bytes(self) -> dict[str, int]:
@@ -434,6 +441,7 @@ class Sharded:
     def _places(self, params: Mapping[str, Parameter], dtypes: Mapping[str, tuple]) -> dict[str, Place]:
         """Where each parameter lies; sets it to its resting form."""
         places = {}
+        finish_queued()  # what was called before is to read the old values
         placeholder = as_dtype(Tensor(np.full(1, np.nan, np.float32)), DTYPES[self.options.policy.param])
         for bucket in self.all_buckets:
             for slot in bucket.layout.slots:
