@@ -66,6 +66,13 @@ def expert_parallel(tokens: float, hidden_size: int, top_k: int, degree: int) ->
     return 4 * tokens * hidden_size * top_k * (degree - 1) / degree
 
 
+def router_bytes(num_experts: int, layout: Layout) -> float:
+    """Bytes of one layer and microbatch: context-parallel ranks give each other their routers' logits."""
+    own = layout.micro_batch_size * layout.seq_len / layout.cp
+    forwards = 2 if layout.recompute in ("full", "sqrt") else 1
+    return (layout.cp - 1) * own * num_experts * _FP32 * forwards
+
+
 def pipeline(tokens: float, hidden_size: int, tensor_degree: int = 1) -> float:
     """Elements over one border in one direction; split where tensor-parallel ranks scatter and gather."""
     return tokens * hidden_size / tensor_degree
@@ -88,6 +95,7 @@ def step_bytes(shape: ModelShape, layout: Layout, parameters: float) -> dict[str
         sums["tp"] += number * again * tensor_parallel(tokens, shape.hidden_size, layout.tp)
         context += number * context_bytes(layer.attention, layout)
         if layer.experts:
+            context += number * router_bytes(layer.experts.num_experts, layout)
             copies = layer.experts.top_k
             sums["ep"] += number * again * expert_parallel(tokens, shape.hidden_size, copies, layout.ep)
     found = {axis: count * width * elements / layout.pp for axis, elements in sums.items()}

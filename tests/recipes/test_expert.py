@@ -22,7 +22,7 @@ from ms_zero.plan.memory import state_bytes
 from ms_zero.plan.parameters import device_embedding_parameters, device_layer_parameters
 from ms_zero.plan.run import layout_of
 from ms_zero.plan.shapes import from_config
-from ms_zero.plan.traffic import step_bytes
+from ms_zero.plan.traffic import router_bytes, step_bytes
 from ms_zero.recipes.account import account, sent_bytes
 from ms_zero.runner import build_trainer
 from ms_zero.testing import run_workers
@@ -156,6 +156,19 @@ def dispatched(comm):
     return found
 
 
+def gathered_logits(comm):
+    """Bytes of the logits that context-parallel ranks gather, plain and recomputed, and predicted."""
+    found = []
+    for recompute in ("none", "full"):
+        layout = ("parallel.cp=2", "parallel.ep=4", f"memory.recompute={recompute}")
+        trainer, config = trainer_of(comm, *layout)
+        before = comm.counters.total_bytes(op="all_gather", group="cp")
+        steps(trainer, 1)
+        sent = comm.counters.total_bytes(op="all_gather", group="cp") - before
+        found.append([sent, router_bytes(config.model.num_experts, layout_of(config))])
+    return found
+
+
 class Own(nn.Cell):
     """A user's model: two layers of experts."""
 
@@ -216,6 +229,7 @@ def job(comm, root):
         "in_16_bits": in_16_bits(comm),
         "accounts": accounts(comm),
         "dispatched": dispatched(comm),
+        "gathered": gathered_logits(comm),
         "own": [own_model(comm, *case) for case in ((0, 4), (3, 2), (2, 2, True))],
     }
 
@@ -273,6 +287,13 @@ def test_all_to_alls_send_what_the_planner_says_and_half_as_much_again_when_reco
     assert plain[:, 0].sum() - 4 * counts == pytest.approx(plain[:, 1].sum(), rel=0.1)  # uneven experts
     assert recomputed[:, 0].sum() == 1.5 * (plain[:, 0].sum() - 4 * counts) + 8 * counts
     assert (recomputed[:, 1] == 1.5 * plain[:, 1]).all()
+
+
+def test_context_parallel_ranks_gather_the_logits_of_routers(reports):
+    for report in reports:
+        plain, recomputed = report["gathered"]
+        assert plain[0] == plain[1] == 4 * 8 * 8 * 4  # half of 16 tokens of 4 samples, 8 experts, fp32
+        assert recomputed == [2 * plain[0]] * 2
 
 
 @pytest.mark.parametrize("number", range(3))
