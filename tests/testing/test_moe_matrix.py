@@ -5,7 +5,7 @@ from ms_zero.testing.parity import Plan, run_cases
 
 
 def test_the_quick_cases_train_like_one_process():
-    results = list(run_cases(moe_cases(quick=True), Plan(steps=3, gradient_step=1)))
+    results = list(run_cases(moe_cases(quick=True), Plan(steps=2, gradient_step=1)))
     assert len(results) == 6
     assert [str(result.divergence) for result in results if result.divergence] == []
 
