@@ -76,16 +76,15 @@ class Grid:
 class ColumnLinear(nn.Cell):
     """y = x W^T + b with the rows of W cut over tp: [N, in] -> [N, out], of which a rank has out / tp."""
 
-    def __init__(self, linear: Linear, grid: Grid, dtype: ms.Type, columns: str = "tp") -> None:
+    def __init__(self, linear: Linear, grid: Grid, dtype: ms.Type) -> None:
         super().__init__()
         self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
         self.parameter_rules = linear.parameter_rules
-        rows = _ROWS if columns == "tp" else grid.rows
-        _must_divide(grid.tp if columns == "tp" else 1, linear.weight.shape[0], linear.weight.name)
+        _must_divide(grid.tp, linear.weight.shape[0], linear.weight.name)
         self.matmul = ops.MatMul(transpose_b=True).shard(
-            (grid.layout(rows, "None"), grid.layout(columns, "None"))
+            (grid.layout(_ROWS, "None"), grid.layout("tp", "None"))
         )
-        self.add = ops.Add().shard((grid.layout(rows, columns), grid.layout(columns)))
+        self.add = ops.Add().shard((grid.layout(_ROWS, "tp"), grid.layout("tp")))
         self.cast = ops.Cast()
 
     def construct(self, x: Tensor) -> Tensor:

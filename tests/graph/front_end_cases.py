@@ -45,12 +45,25 @@ def mesh_of(workers, *overrides):
     return Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
 
 
+def text_of(workers, *overrides, rank=0):
+    """MindSpore's text of the graph of a case."""
+    compiled(workers, *overrides, rank=rank)
+    return kept_at(workers, overrides, rank).read_text()
+
+
+def kept_at(workers, overrides, rank):
+    """Where that text is kept."""
+    name = "_".join([str(workers), *overrides, str(rank)])
+    return Path(run_file()).parent / f"{name}.ir"
+
+
 @functools.cache
 def compiled(workers, *overrides, rank=0, scheduler=None):
     """What the front end makes of a case; skips the test where MindSpore is another version."""
     arguments = {"run": run_file(), "overrides": list(overrides), "workers": workers}
     arguments["scheduler"] = scheduler
+    case, keep = Case(BUILD_RUN, arguments, rank=rank, size=workers), kept_at(workers, overrides, rank)
     try:
-        return compile_case(Case(BUILD_RUN, arguments, rank=rank, size=workers), timeout_s=TIMEOUT_S)
+        return compile_case(case, timeout_s=TIMEOUT_S, keep=keep)
     except FrontEndUnavailable as reason:
         pytest.skip(str(reason))

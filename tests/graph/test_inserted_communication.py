@@ -3,11 +3,12 @@
 Nothing is executed. Numbers are per step of one rank; see `ms_zero.graph.frontend`.
 """
 
+import re
 from dataclasses import replace
 from math import prod
 
 import pytest
-from front_end_cases import HIDDEN, PARAMETERS, TOKENS, compiled, config_of, mesh_of
+from front_end_cases import HIDDEN, PARAMETERS, TOKENS, compiled, config_of, mesh_of, text_of
 
 from ms_zero.errors import UserError
 from ms_zero.graph.report import axes_of, axis_bytes, gathered_parameters, render
@@ -86,6 +87,13 @@ def test_hsdp_level_3_gathers_again_in_every_backward():
     assert sent(4, *overrides)["dp"] + not_again == pytest.approx(planned(4, *overrides)["dp"], rel=0.01)
 
 
+def test_without_accumulation_level_3_communicates_like_level_2():
+    graph = compiled(4, "parallel.zero_stage=3").graph
+    assert graph.number("AllGather", role="weight", phase="forward") == PARAMETERS
+    assert graph.number("AllGather", role="weight", phase="recompute") == 0
+    assert graph.number("ReduceScatter", role="gradient") == PARAMETERS
+
+
 def test_replicas_sum_what_shards_scatter():
     overrides = ("parallel.zero_stage=2", "parallel.dp_shard=2", "parallel.dp_replicate=2")
     graph = compiled(4, *overrides).graph
@@ -124,6 +132,20 @@ def test_context_parallel_gathers_keys_and_values_and_scatters_their_gradients()
     assert [each.received.shape for each in gathers] == [(TOKENS, 2, 16)] * 2
     assert graph.number("ReduceScatter", role="layout", phase="backward", ranks=(0, 1)) == 2
     assert graph.number("AllReduce", role="gradient", ranks=range(4)) == PARAMETERS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_of_a_part_of_the_sequence_stays_causal(rank):
+    (found,) = re.findall(
+        r"FlashAttentionScore\(.*I64\((-?\d+)\), I64\((-?\d+)\), I64\(0\), I64\(3\), I64\((\d)\)\)",
+        text_of(4, "parallel.cp=2", rank=rank),
+    )
+    before, after, mode = map(int, found)
+    assert mode == 4  # a band, counted from the last row and the last key
+    rows = TOKENS // 2
+    # Row i of the rank is token rank * rows + i, and may see the keys up to this one.
+    assert [i + TOKENS - rows + after for i in range(rows)] == [rank * rows + i for i in range(rows)]
+    assert before >= TOKENS
 
 
 def test_ulysses_exchanges_heads_for_tokens():
