@@ -166,21 +166,14 @@ class MoEDecoder(nn.Cell):
                 LatentAttention, hidden_size, num_heads, norm_eps=norm_eps, **widths, **common
             )
         dense, routed = partial(LlamaMLP, hidden_size, ffn_hidden_size), partial(MoE, hidden_size, mixture)
-        self.dropout_state = DropoutState() if dropout else None
+        self.dropout_state = state = DropoutState() if dropout else None
+        rest = {"norm_eps": norm_eps, "dropout": dropout, "dropout_state": state, "target": target}
         self.model = MoEModel(
             Embedding(vocab_size, hidden_size, init_std=init_std),
             RotaryTables(rope_dim, max_seq_len, theta=rope_theta),
             [
-                MoELayer(
-                    hidden_size,
-                    attention(),
-                    (dense if number < dense_layers else routed)(**common),
-                    norm_eps=norm_eps,
-                    dropout=dropout,
-                    dropout_state=self.dropout_state,
-                    target=target,
-                )
-                for number in range(num_layers)
+                MoELayer(hidden_size, attention(), (dense if at < dense_layers else routed)(**common), **rest)
+                for at in range(num_layers)
             ],
             RMSNorm(hidden_size, eps=norm_eps, target=target),
             Dropout(dropout, self.dropout_state) if self.dropout_state else None,
