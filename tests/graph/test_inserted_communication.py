@@ -118,6 +118,18 @@ def test_tensor_parallel_sums_twice_a_layer_each_way():
     assert sent(4, TP)["tp"] == pytest.approx(planned(4, TP)["tp"] * (8 + 4) / 8)
 
 
+def test_gpt_with_a_vocabulary_that_tp_does_not_divide():
+    graph = compiled(4, TP, SP, "model.vocab_size=511", family="gpt").graph
+    # the table is whole, and each rank's head works on tokens of its own: nothing but the block communicates
+    for phase in ("forward", "backward"):
+        assert graph.number("ReduceScatter", role="layout", phase=phase, ranks=(0, 1)) == 2
+        assert graph.number("AllGather", role="layout", phase=phase, ranks=(0, 1)) == 2
+    assert graph.parameters["transformer.wte.weight"].shape == (511, HIDDEN)
+    # biases after the sums, norms, both tables; the others are cut over tp
+    assert graph.number("AllReduce", role="gradient", ranks=range(4)) == 10
+    assert graph.number("AllReduce", role="gradient", ranks=(0, 2)) == 10
+
+
 def test_sequence_parallel_scatters_and_gathers_the_same_volume():
     graph = compiled(4, TP, SP).graph
     for phase in ("forward", "backward"):
