@@ -86,7 +86,7 @@ def compare_all(comm):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_stage_trains_like_plain_training(world_size):
-    assert run_workers(world_size, compare_all) == [[]] * world_size
+    assert run_workers(world_size, compare_all, timeout_s=300) == [[]] * world_size
 
 
 def compare_replicas(comm):
@@ -105,7 +105,7 @@ def compare_replicas(comm):
 
 
 def test_replicas_of_shards_train_like_plain_training():
-    assert run_workers(4, compare_replicas) == [["1 different results"]] * 4
+    assert run_workers(4, compare_replicas, timeout_s=300) == [["1 different results"]] * 4
 
 
 def one_rank_uses_the_bias(comm):
