@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     sys.path[:] = job["sys_path"]
     os.chdir(job["cwd"])
+    warnings.simplefilter("always")  # deprecations are shown for tests
     folder = Path(job["folder"])
     try:
         _compat_frontend.enable(job["rank"], job["size"], job["local_size"])
