@@ -65,7 +65,7 @@ def test_one_graph_makes_the_steps_of_three(optimizer, target):
         config, other, scaler=scaler, wrap=wrap, gradients=lambda _: SameGradients(), target=target
     )
     updates, applied = 0, []
-    for ids, labels in batches(6):
+    for ids, labels in batches(5):
         for half in (slice(0, 2), slice(2, 4)):
             step.forward_backward(Tensor(ids[half]), Tensor(labels[half]), weight=1 / 32)
         summary, decision = step.finish(lr=0.1, clip_norm=0.5)
@@ -76,7 +76,7 @@ def test_one_graph_makes_the_steps_of_three(optimizer, target):
         if finite:
             assert [loss, norm] == pytest.approx([summary.loss, decision.norm], rel=1e-5)
         assert parts.scaler.scale == step.loss_scale
-    assert applied == [False, False, False, True, True, False]
+    assert applied == [False, False, False, True, True]
     for ours, theirs in zip(parts.params, step.params, strict=True):
         assert ours.name == theirs.name
         if "k_proj.bias" not in ours.name:  # its gradient is zero but for rounding, which Adam amplifies
