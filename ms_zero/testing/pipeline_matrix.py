@@ -104,7 +104,7 @@ _FURTHER = (
 
 
 def pipeline_cases(quick: bool) -> list[Case]:
-    """Two to four stages, all schedules, data and tensor parallelism, ZeRO 0 to 3, tied or untied, 16 bits."""
+    """Two to four stages, all schedules, data and tensor parallelism, ZeRO 0 to 3, tied or not, 16 bits."""
     chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
     return [_case(*case) for case in chosen]
 
