@@ -138,6 +138,10 @@ def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
         "one sample at a time on each rank: set it to 1",
     )
     yield (
+        parallel.cp > 1 and config.precision.compute == "fp32",
+        "precision.compute fp32 with parallel.cp: attention over ranks takes 16 bits: use bf16 or fp16",
+    )
+    yield (
         parallel.sync_each_microbatch != (stage >= 2),
         f"parallel.sync_each_microbatch with zero_stage {stage}: hsdp reduces in every microbatch in stages "
         "2 and 3 and once a step below: leave it on auto",
@@ -149,7 +153,13 @@ def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    precision, memory, offload = config.precision, config.memory, config.offload
+    precision, memory, offload, model = config.precision, config.memory, config.offload, config.model
+    head_dim = getattr(model, "head_dim", model.hidden_size // model.num_heads)
+    yield (
+        precision.compute != "fp32" and head_dim % 16 > 0,
+        f"model: heads of width {head_dim}: FlashAttentionScore takes multiples of 16: change num_heads, or "
+        "compute in fp32",
+    )
     yield (
         {precision.reduce, precision.accumulate, precision.master} != {"fp32"},
         "precision: gradients are reduced and kept in fp32, and so are weights: leave reduce, accumulate and "

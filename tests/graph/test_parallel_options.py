@@ -68,6 +68,8 @@ def test_overlaps_follow_from_what_is_cut():
         (["parallel.pp=2", "parallel.schedule=zb-h1", "model.num_layers=2"], "has no such order"),
         (["parallel.zero_stage=3", "parallel.reshard_after_forward=false"], "frees weights after forward"),
         (["parallel.zero_stage=1", "parallel.sync_each_microbatch=true"], "leave it on auto"),
+        (["parallel.cp=2", "precision.policy=fp32"], "takes 16 bits"),
+        (["model.head_dim=24"], "multiples of 16"),
         (["precision.reduce=bf16"], "leave reduce"),
         (["model.dropout=0.1"], "drawn on the host"),
         (["data.reset_attention=true"], "no strategies for document masks"),
