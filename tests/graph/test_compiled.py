@@ -127,7 +127,7 @@ def test_the_parts_of_eight_ranks_tile_a_parameter(axes, row_parts):
 
 def test_the_parts_are_those_that_mindspore_compiles():
     """Two stages of two tensor-parallel times two sharing ranks, on the last rank."""
-    overrides = ["engine=graph", "hardware.target=Ascend", "model.num_layers=2", "model.hidden_size=32"]
+    overrides = ["engine=graph", "hardware.target=Ascend", "model.num_layers=2", "model.hidden_size=64"]
     overrides += ["model.tie_embeddings=false", "model.vocab_size=260", "data.seq_len=16"]
     overrides += ["train.global_batch_size=8", "train.accumulation_steps=2", "train.eval_interval=0"]
     overrides += ["parallel.zero_stage=3", "parallel.tp=2", "parallel.pp=2", "precision.policy=bf16"]
@@ -145,8 +145,8 @@ def test_the_parts_are_those_that_mindspore_compiles():
     for name in owned:
         assert shapes[name] == parts[name][2] == shapes[f"exp_avg.{name}"] == shapes[f"accu_grads.{name}"]
     # The last rank has the last rows: of the second half by tp, the second half by zero_stage.
-    assert parts["transformer.h.1.mlp.c_fc.weight"] == [[128, 32], [96, 0], [32, 32]]
-    assert parts["transformer.h.1.mlp.c_proj.weight"] == [[32, 128], [16, 64], [16, 64]]
+    assert parts["transformer.h.1.mlp.c_fc.weight"] == [[256, 64], [192, 0], [64, 64]]
+    assert parts["transformer.h.1.mlp.c_proj.weight"] == [[64, 256], [32, 128], [32, 128]]
 
 
 def test_a_layout_is_read_as_mindspore_writes_it():
