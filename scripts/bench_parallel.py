@@ -294,7 +294,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """All figures as metrics and cases."""
     parts = [
         traffic_figures(),
-        idle_figures(*(0.02, 1) if quick else (0.1, 3)),
+        idle_figures(*(0.02, 1) if quick else (0.15, 4)),
         attention_figures((2048, 4096) if quick else (2048, 4096, 8192)),
     ]
     metrics = {name: value for part, _ in parts for name, value in part.items()}
