@@ -861,8 +861,9 @@ _PARALLEL_RULES = (
         "MZ069",
         "The graph engine runs this",
         "unavailable",
-        "engine: graph compiles training steps with MindSpore: on CPU data parallelism with whole states, on "
-        "Ascend also what MindSpore's AutoParallel cuts. The eager engine runs everything else.",
+        "engine: graph compiles training steps with MindSpore. This version does so on CPU for data "
+        "parallelism with whole states, on Ascend also for what MindSpore's AutoParallel cuts. The eager "
+        "engine runs everything else.",
         "Change the key as the message says, or set engine to eager.",
         ("engine.kind", "hardware.target"),
         _check_graph_engine,
