@@ -56,7 +56,7 @@ class Account:
         if not self.sent_theory:  # nobody to send to
             return [memory]
         sent, theory = format_bytes(self.sent), format_bytes(self.sent_theory)
-        return [f"traffic per step: {sent} sent per rank, theory {theory}", memory]
+        return [f"traffic of weights and gradients: {sent} sent per rank and step, theory {theory}", memory]
 
     def fields(self) -> dict[str, Any]:
         """For machines."""

@@ -69,7 +69,7 @@ def test_the_lines_for_people_are_short():
         held_theory=1e9,
     )
     traffic, memory = found.lines()
-    assert traffic == "traffic per step: 24.0MiB sent per rank, theory 22.9MiB"
+    assert traffic == "traffic of weights and gradients: 24.0MiB sent per rank and step, theory 22.9MiB"
     assert memory == (
         "memory per rank: weights 1.00GiB, gradients 954MiB, optimizer 123MiB host + 456MiB device; "
         "together 2.50GiB, theory 954MiB"
