@@ -103,7 +103,7 @@ def options_of(config: RunConfig, scheduler: str | None = None) -> Options:
     _check(config)
     return Options(
         grid=grid,
-        stages=stages_of(config, scheduler) if parallel.pp > 1 else None,
+        stages=stages_of(config, scheduler) if parallel.pp > 1 or scheduler is not None else None,
         hsdp_level=parallel.zero_stage,
         shard_size=parallel.dp_shard * parallel.cp if parallel.dp_replicate > 1 else -1,
         fusion_mb=max(1, int(parallel.bucket_mb)),
@@ -194,10 +194,10 @@ def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
     parallel = config.parallel
     name, interleave = _SCHEDULES[parallel.schedule]
     virtual = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
-    if scheduler is not None and (scheduler != V_SHAPED or virtual != 2):
+    if scheduler is not None and (scheduler != V_SHAPED or virtual != 2 or parallel.pp == 1):
         raise UserError(
-            f"graph: scheduler {scheduler}: expected {V_SHAPED}, with parallel.schedule interleaved and two "
-            "virtual stages"
+            f"graph: scheduler {scheduler}: expected {V_SHAPED}, with parallel.pp, parallel.schedule "
+            "interleaved and two virtual stages"
         )
     if scheduler == V_SHAPED and config.train.accumulation_steps < 2 * parallel.pp:
         raise UserError(

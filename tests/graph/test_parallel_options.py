@@ -41,6 +41,13 @@ def test_schedules_by_the_names_of_mindspore(schedule, expected):
     assert sum(stages.chunk_layers) == 4
 
 
+@pytest.mark.parametrize(("stages", "name"), [(1, "zero_bubble_v"), (2, "seqpipe")])
+def test_an_order_that_would_have_no_effect_is_refused(stages, name):
+    config = config_of(2, f"parallel.pp={stages}", "model.num_layers=2")
+    with pytest.raises(UserError, match=f"scheduler {name}: expected zero_bubble_v"):
+        options_of(config, name)
+
+
 def test_layers_are_split_evenly_and_the_ends_get_no_rest():
     assert even_split(6, 4) == (1, 2, 2, 1)
     assert even_split(8, 4) == (2, 2, 2, 2)
