@@ -50,6 +50,8 @@ def test_another_version_is_refused_with_its_number(monkeypatch):
 def test_a_missing_hook_is_told(monkeypatch):
     if importlib.metadata.version("mindspore") != _compat_frontend.CHECKED_VERSION:
         pytest.skip("another version")
+    monkeypatch.setattr(_compat_frontend, "_comm_helper", None)  # as where it cannot be imported
+    assert "_comm_helper" in _compat_frontend.unavailable_reason()
     monkeypatch.setattr(_compat_frontend, "_SETTER", "no_such_symbol")
     assert "not there" in _compat_frontend.unavailable_reason()
 
