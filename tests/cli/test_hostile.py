@@ -94,7 +94,8 @@ MESHES = [
     (["parallel.dp_replicate=3"], "does not divide the number of workers, 4"),
     (["parallel.dp_replicate=99999999999"], "out of range"),
     (["parallel.dp_replicate=2147483647", "parallel.dp_shard=2147483647"], "number of workers is 4"),
-    (["parallel.cp=2"], "not available in this version"),
+    (["engine=graph", "parallel.zero_stage=0", "parallel.tp=2"], "parallel.tp"),
+    (["parallel.cp=3"], "does not divide the number of workers, 4"),
     (["parallel.pp=3"], "does not divide the number of workers, 4"),
     (["parallel.tp=3"], "does not divide the number of workers, 4"),
     (["parallel.cp=1e9"], "not an integer"),
@@ -119,7 +120,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("overrides", "message"), MESHES, ids=[" ".join(case[0]) for case in MESHES])
 def test_impossible_combinations_are_refused_before_a_start(refused, overrides, message):
-    status = 3 if overrides == ["parallel.cp=2"] else 2  # right, but not to be run
+    status = 3 if "engine=graph" in overrides else 2  # right, but not to be run
     shown = [
         refused("lint", QUICKSTART, "--workers", "4", *overrides, status=status),
         refused("launch", QUICKSTART, "--workers", "4", *overrides),
