@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ms_zero import hardware
-from ms_zero.config import schema
+from ms_zero.config import auto_parallel, schema
 from ms_zero.config.bind import Facts
 from ms_zero.config.derive import Problem
 from ms_zero.config.explanations import READING, Explanation
@@ -304,13 +304,23 @@ def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
     limits = dict(_GRAPH_ENGINE)
     if facts.values["hardware.target"] == "CPU":
         limits |= _GRAPH_ON_CPU
-    elif any(facts.values.get(path, options[0]) not in options for path, options in _GRAPH_UNCUT.items()):
+    elif _is_cut(facts):
         limits |= _GRAPH_CUT
     for path, available in limits.items():
         if facts.known(path) and facts.values[path] not in available:
             value = show(facts.values[path]).strip("'")
             options = " or ".join(show(each).strip("'") for each in available)
             yield path, f"{value} is not available with engine graph; only {options} is"
+
+
+def _is_cut(facts: Facts) -> bool:
+    return any(facts.values.get(path, options[0]) not in options for path, options in _GRAPH_UNCUT.items())
+
+
+def _check_auto_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
+    chosen = facts.values["engine.kind"], facts.values["hardware.target"]
+    if chosen == ("graph", "Ascend") and _is_cut(facts):
+        yield from auto_parallel.problems(facts.values.get)
 
 
 def _check_graph_untried(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -867,6 +877,25 @@ _PARALLEL_RULES = (
         "Change the key as the message says, or set engine to eager.",
         ("engine.kind", "hardware.target"),
         _check_graph_engine,
+    ),
+    Rule(
+        "MZ078",
+        "AutoParallel does this combination",
+        "unavailable",
+        "MindSpore's AutoParallel cuts what engine: graph compiles for Ascend. Some combinations it cannot "
+        "do, and some it would do otherwise than the keys say.",
+        "Change the key as the message says, or set engine to eager.",
+        (
+            "engine.kind",
+            "hardware.target",
+            "parallel.pp",
+            "parallel.zero_stage",
+            "parallel.sync_each_microbatch",
+            "precision.compute",
+            "model.hidden_size",
+            "model.num_heads",
+        ),
+        _check_auto_parallel,
     ),
     Rule(
         "MZ079",

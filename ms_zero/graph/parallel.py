@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_zero.config import RunConfig
+from ms_zero.config.auto_parallel import SCHEDULES, problems
 from ms_zero.errors import UserError
 from ms_zero.graph.strategies import Grid
 from ms_zero.plan.recompute import plan_recompute
 
 V_SHAPED = "zero_bubble_v"
-# Schedule of a config -> (scheduler of MindSpore, interleave).
-_SCHEDULES = {"gpipe": ("gpipe", True), "1f1b": ("1f1b", False), "interleaved": ("1f1b", True)}
 
 
 @dataclass(frozen=True)
@@ -115,23 +115,20 @@ def options_of(config: RunConfig, scheduler: str | None = None) -> Options:
 
 def _check(config: RunConfig) -> None:
     """Refuse what would silently be something else."""
+    for path, message in problems(partial(_value, config)):
+        raise UserError(f"graph: {path}: {message}")
     for holds, message in (*_parallel_problems(config), *_other_problems(config)):
         if holds:
             raise UserError(f"graph: {message}")
 
 
+def _value(config: RunConfig, path: str) -> Any:
+    section, key = path.split(".")
+    return getattr(getattr(config, section), key, None)
+
+
 def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    parallel, stage = config.parallel, config.parallel.zero_stage
-    yield (
-        parallel.pp > 1 and parallel.schedule not in _SCHEDULES,
-        f"parallel.schedule {parallel.schedule}: MindSpore's compiler has no such order: use one of "
-        f"{', '.join(_SCHEDULES)}",
-    )
-    yield (
-        parallel.pp > 1 and stage > 0 and config.model.tie_embeddings,
-        f"model.tie_embeddings with parallel.pp and zero_stage {stage}: MindSpore 2.10.0 does not sum the "
-        "gradients of a table over the stages that share it: set it to false, or zero_stage to 0",
-    )
+    parallel = config.parallel
     yield (
         parallel.cp > 1 and config.train.micro_batch_size > 1,
         f"train.micro_batch_size {config.train.micro_batch_size}: with parallel.cp the graph engine takes "
@@ -141,25 +138,10 @@ def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
         parallel.cp > 1 and config.precision.compute == "fp32",
         "precision.compute fp32 with parallel.cp: attention over ranks takes 16 bits: use bf16 or fp16",
     )
-    yield (
-        parallel.sync_each_microbatch != (stage >= 2),
-        f"parallel.sync_each_microbatch with zero_stage {stage}: hsdp reduces in every microbatch in stages "
-        "2 and 3 and once a step below: leave it on auto",
-    )
-    yield (
-        stage == 3 and not parallel.reshard_after_forward,
-        "parallel.reshard_after_forward: hsdp frees weights after forward: use zero_stage 2 to keep them",
-    )
 
 
 def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    precision, memory, offload, model = config.precision, config.memory, config.offload, config.model
-    head_dim = getattr(model, "head_dim", model.hidden_size // model.num_heads)
-    yield (
-        precision.compute != "fp32" and head_dim % 16 > 0,
-        f"model: heads of width {head_dim}: FlashAttentionScore takes multiples of 16: change num_heads, or "
-        "compute in fp32",
-    )
+    precision, memory, offload = config.precision, config.memory, config.offload
     yield (
         {precision.reduce, precision.accumulate, precision.master} != {"fp32"},
         "precision: gradients are reduced and kept in fp32, and so are weights: leave reduce, accumulate and "
@@ -192,7 +174,7 @@ def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
 def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
     """The cut of a pipeline."""
     parallel = config.parallel
-    name, interleave = _SCHEDULES[parallel.schedule]
+    name, interleave = SCHEDULES[parallel.schedule]
     virtual = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
     if scheduler is not None and (scheduler != V_SHAPED or virtual != 2 or parallel.pp == 1):
         raise UserError(

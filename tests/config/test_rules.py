@@ -24,6 +24,7 @@ TWELVE_HEADS = ["model.num_heads=12", "model.head_dim=16"]
 STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
 ON_910B2 = ["hardware.target=Ascend", "hardware.device=ascend-910b2"]
+AUTO_PARALLEL = ["engine=graph", *ON_910B2, "train.eval_interval=0"]
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -403,6 +404,46 @@ CASES = [
         "train.eval_interval",
         ["engine=graph", *ON_910B2, "parallel.tp=2", "train.eval_interval=5"],
         ["parallel.tp=2", "train.eval_interval=5", *ON_910B2],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "model.tie_embeddings",
+        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.zero_stage=1"],
+        [*ON_910B2, "parallel.pp=2", "parallel.zero_stage=1"],
+        4,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.reshard_after_forward",
+        [*AUTO_PARALLEL, "parallel.zero_stage=3", "parallel.reshard_after_forward=false"],
+        [*ON_910B2, "parallel.zero_stage=3", "parallel.reshard_after_forward=false"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.sync_each_microbatch",
+        [*AUTO_PARALLEL, "parallel.zero_stage=1", "parallel.sync_each_microbatch=true"],
+        [*ON_910B2, "parallel.zero_stage=1", "parallel.sync_each_microbatch=true"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.schedule",
+        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.schedule=zb-h1"],
+        [*ON_910B2, "parallel.pp=2", "parallel.schedule=zb-h1"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "model.num_heads",
+        [*AUTO_PARALLEL, "parallel.tp=2", "precision.policy=bf16", "model.hidden_size=48"],
+        [*ON_910B2, "parallel.tp=2", "precision.policy=bf16", "model.hidden_size=48"],
         2,
         GPT,
     ),

@@ -72,7 +72,7 @@ def test_overlaps_follow_from_what_is_cut():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.pp=2", "parallel.schedule=zb-h1", "model.num_layers=2"], "has no such order"),
+        (["parallel.pp=2", "parallel.schedule=zb-h1", "model.num_layers=2"], "has no order zb-h1"),
         (["parallel.zero_stage=3", "parallel.reshard_after_forward=false"], "frees weights after forward"),
         (["parallel.zero_stage=1", "parallel.sync_each_microbatch=true"], "leave it on auto"),
         (["parallel.cp=2", "precision.policy=fp32"], "takes 16 bits"),

@@ -1,0 +1,44 @@
+"""Combinations of keys that MindSpore's AutoParallel cannot do, or would silently do otherwise."""
+
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+SCHEDULES = MappingProxyType(
+    {"gpipe": ("gpipe", True), "1f1b": ("1f1b", False), "interleaved": ("1f1b", True)}
+)
+"""Schedule of a config -> (scheduler of MindSpore, interleave)."""
+
+
+def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, message) for each.
+
+    Args:
+        value: the value of a dotted key; None where the chosen family has no such key.
+    """
+    yield from _pipeline_problems(value)
+    stage = value("parallel.zero_stage")
+    if value("parallel.sync_each_microbatch") != (stage >= 2):
+        message = f"hsdp reduces in every microbatch in stages 2 and 3 and once a step below ({stage} here)"
+        yield "parallel.sync_each_microbatch", f"{message}; leave it on auto"
+    if stage == 3 and not value("parallel.reshard_after_forward"):
+        message = "hsdp frees weights after forward; use zero_stage 2 to keep them"
+        yield "parallel.reshard_after_forward", message
+    width = value("model.head_dim")
+    if not isinstance(width, int):
+        width = value("model.hidden_size") // value("model.num_heads")
+    if value("precision.compute") != "fp32" and width % 16:
+        message = f"FlashAttentionScore takes heads of multiples of 16, not {width}"
+        yield "model.num_heads", f"{message}; change it, or compute in fp32"
+
+
+def _pipeline_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    if value("parallel.pp") == 1:
+        return
+    schedule, stage = value("parallel.schedule"), value("parallel.zero_stage")
+    if schedule not in SCHEDULES:
+        message = f"MindSpore's compiler has no order {schedule}; use one of {', '.join(SCHEDULES)}"
+        yield "parallel.schedule", message
+    if stage > 0 and value("model.tie_embeddings"):
+        message = "MindSpore 2.10.0 does not sum the gradients of a table that stages share"
+        yield "model.tie_embeddings", f"{message}; set it to false, or zero_stage {stage} to 0"
