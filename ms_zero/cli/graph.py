@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from ms_zero.config import load_config
-from ms_zero.errors import UserError
-from ms_zero.graph.frontend import Case, compile_case
+from ms_zero.errors import UserError, one_line
+from ms_zero.graph.frontend import Case, FrontEndError, compile_case
 from ms_zero.graph.report import axis_bytes, render
 from ms_zero.mesh import AXES, Mesh
 
@@ -29,7 +29,13 @@ def inspect(
     arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
     arguments["scheduler"] = scheduler
     case = Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
-    compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
+    try:
+        compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
+    except FrontEndError as error:
+        raise UserError(
+            f"{run}: MindSpore's compiler refuses the step of rank {rank}: {one_line(error.reason)}; "
+            "change the degrees or the model so that they fit"
+        ) from None
     print(f"{run}: rank {rank} of {mesh.describe()}, compiled for Ascend by MindSpore's front end only")
     print("\n".join(render(compiled.graph, mesh, rank)))
     if json_path is not None:

@@ -42,7 +42,15 @@ class FrontEndUnavailable(UserError):
 
 
 class FrontEndError(RuntimeError):
-    """The build or the compilation of a case failed. The message holds the traceback."""
+    """The build or the compilation of a case failed.
+
+    Attributes:
+        reason: what the front end or the builder said, in one line; the message holds the traceback.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def _raise(report: Mapping[str, str], messages: list[str]) -> None:
     if kind == "user":
         raise UserError(text)
     tail = "\n".join(messages[-20:])
-    raise FrontEndError(f"{text}\n{tail}")
+    raise FrontEndError(f"{text}\n{tail}", report.get("reason", text))
 
 
 def _run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:

@@ -83,8 +83,13 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         text = _compat_frontend.compile_front_end(cell, tuple(inputs), folder / "dumps")
     except UserError as error:
         return {"kind": "user", "failure": str(error)}
-    except Exception:
-        return {"kind": "error", "failure": traceback.format_exc()}
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        return {
+            "kind": "error",
+            "failure": traceback.format_exc(),
+            "reason": f"{type(error).__name__}: {reason}",
+        }
     (folder / "graph.ir").write_text(text)
     return {"seconds": time.monotonic() - start, "notes": notes[0] if notes else None}
 

@@ -38,8 +38,20 @@ def test_a_row_parallel_product_scatters_and_gradients_are_summed_over_data_rank
 
 
 def test_a_wrong_strategy_is_an_error_of_the_compiler():
-    with pytest.raises(FrontEndError):
+    with pytest.raises(FrontEndError) as refused:
         compile_tiny("two_products", rows=3)
+    assert "\n" not in refused.value.reason
+    assert "Error: " in refused.value.reason
+
+
+def test_what_the_compiler_refuses_is_one_line_of_the_command(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise FrontEndError("Traceback\n  many lines", "RuntimeError: no such strategy")
+
+    monkeypatch.setattr("ms_zero.cli.graph.compile_case", refuse)
+    assert main(["graph", "inspect", "runs/quickstart", "--workers", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "compiler refuses the step of rank 0: RuntimeError: no such strategy; change the degrees" in line
 
 
 def test_another_version_is_refused_with_its_number(monkeypatch):
