@@ -83,7 +83,7 @@ def test_user_error_is_one_line_and_status_2(tmp_path):
 
 
 def test_worker_that_never_joins_is_named_after_the_timeout(tmp_path):
-    status, _, errors = run(tmp_path, "loop", "absent", cluster_timeout_s=1, startup_slack_s=0.0)
+    status, _, errors = run(tmp_path, "loop", "absent", cluster_timeout_s=4, startup_slack_s=0.0)
     assert status == 1
     assert "worker 1 failed first: did not join the cluster of 2 workers at 127.0.0.1:" in errors
 
