@@ -64,7 +64,7 @@ def test_overrides_go_last():
         ("gpt3-175", "did you mean gpt3-175b"),
         ("gpt3_13b", "did you mean gpt3-13b"),
         ("lama-70b", "did you mean llama-70b"),
-        ("x", "known: gpt3-1.5b"),
+        ("x", "known: deepseek-tiny, gpt3-1.5b"),
         ("../models/gpt2-small", "no preset"),
         ("", "no preset"),
     ],

@@ -94,8 +94,10 @@ def split_keys(wanted: Iterable[Wanted]) -> tuple[dict[str, dict[str, Any]], lis
 
 def layout_keys(layout: Layout, dtype: str) -> Iterator[Wanted]:
     """Everything that a layout decides, but the batch and the sequence length."""
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         yield f"parallel.{axis}", getattr(layout, axis), 1
+    if layout.ep > 1:
+        yield "parallel.ep", layout.ep, 1
     if layout.cp > 1:
         yield "parallel.context", layout.context, "ring"
     yield "parallel.zero_stage", layout.zero_stage, 0
