@@ -177,8 +177,12 @@ def test_the_second_interrupt_ends_at_once(options, tmp_path, monkeypatch):
 def test_a_signal_before_the_training_ends_at_once(options, monkeypatch):
     """Building a large model or reading data takes long, and there is nothing to save."""
     monkeypatch.setattr(runner, "load_data", lambda config: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        run(options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(options)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_gradients_that_stay_broken_end_the_run_and_every_skip_is_logged(options, tmp_path, monkeypatch):
