@@ -882,8 +882,8 @@ _PARALLEL_RULES = (
         "MZ078",
         "AutoParallel does this combination",
         "unavailable",
-        "MindSpore's AutoParallel cuts what engine: graph compiles for Ascend. Some combinations it cannot "
-        "do, and some it would do otherwise than the keys say.",
+        "MindSpore's AutoParallel cuts what engine: graph compiles for Ascend. Some combinations this "
+        "version cannot do with it, and some it would do otherwise than the keys say.",
         "Change the key as the message says, or set engine to eager.",
         (
             "engine.kind",
