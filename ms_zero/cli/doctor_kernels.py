@@ -8,7 +8,7 @@ from ms_zero.cli.doctor_check import Check, ok, problem, skipped, warning
 from ms_zero.errors import UserError
 from ms_zero.native import cuda
 from ms_zero.native.build import usable_compiler
-from ms_zero.native.library import installed_folder
+from ms_zero.native.libraries import installed_folder
 
 _REINSTALL = "install ms_zero again with {}=1 in the environment"
 

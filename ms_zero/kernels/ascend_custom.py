@@ -15,7 +15,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import CustomRegOp, DataType
 
 from ms_zero.errors import UserError
-from ms_zero.native.library import installed_folder
+from ms_zero.native.libraries import installed_folder
 
 VENDOR = "ms_zero"
 PARTIAL_ROWS, PARTIAL_ITEMS = 64, 8

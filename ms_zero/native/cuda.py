@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ms_zero.errors import UserError
 from ms_zero.native.build import run_tool
-from ms_zero.native.library import installed_folder
+from ms_zero.native.libraries import installed_folder
 from ms_zero.native.sources import source_root
 
 ARCHITECTURES = ("80", "90")
