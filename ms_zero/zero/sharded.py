@@ -25,7 +25,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from ms_zero import kernels
 from ms_zero._compat import (
@@ -88,7 +88,24 @@ class Options:
 
 
 class Sharded:
-    """The buckets, units and gradients of one model on this rank."""
+    """The buckets, units and gradients of one model on this rank.
+
+    Args:
+        model: its parameters need names and shapes, not values.
+        values: initial values, the same on every rank of the data-parallel groups.
+        options: stage, dtypes, traffic.
+        comm: the communicator.
+        groups: who shares what.
+        working: dtype that the device computes in.
+        grid: dtype to whose values working values are rounded, or None.
+        in_fp32: whether a parameter works in fp32 whatever ``working`` is.
+        key_of: group of a trained parameter; buckets never mix groups.
+        keep: whether a parameter that is not trained stays outside of buckets, whole, in its own dtype.
+        wrap: which cells are units; None: repeated blocks.
+        scaler: of the loss; None: a fixed scale of 1.
+        placements: where the model's parameters lie in the whole ones; None: they are whole.
+        part_of: the part of the model that a parameter belongs to, where parts run apart; None: all.
+    """
 
     def __init__(
         self,
@@ -108,24 +125,7 @@ class Sharded:
         placements: Placements | None = None,
         part_of: Callable[[str], Hashable] = lambda name: None,
     ) -> None:
-        """Move the model's parameters into buckets and register hooks.
-
-        Args:
-            model: its parameters need names and shapes, not values.
-            values: initial values, the same on every rank of the data-parallel groups.
-            options: stage, dtypes, traffic.
-            comm: the communicator.
-            groups: who shares what.
-            working: dtype that the device computes in.
-            grid: dtype to whose values working values are rounded, or None.
-            in_fp32: whether a parameter works in fp32 whatever ``working`` is.
-            key_of: group of a trained parameter; buckets never mix groups.
-            keep: whether a parameter that is not trained stays outside of buckets, whole, in its own dtype.
-            wrap: which cells are units; None: repeated blocks.
-            scaler: of the loss; None: a fixed scale of 1.
-            placements: where the model's parameters lie in the whole ones; None: they are whole.
-            part_of: the part of the model that a parameter belongs to, where parts run apart; None: all.
-        """
+        """Move the model's parameters into buckets and register hooks."""
         self.placements = placements or Placements()
         self.model, self.options, self.groups = model, options, groups
         self._comm, self._values = comm, values
@@ -134,27 +134,14 @@ class Sharded:
         self.kept = {name: param for name, param in model.parameters_and_names() if keep(name)}
         self._fill_kept()
         params = {name: param for name, param in model.parameters_and_names() if name not in self.kept}
+        self._params = params
         self.names = {name: tuple(param.shape) for name, param in params.items()}
         self.trained = {name for name, param in params.items() if param.requires_grad}
         specs = plan_units(model, wrap or wrap_blocks(model), leave_out=self.kept)
-        layouts = self._plan(
-            specs,
-            lambda name: (
-                name in self.trained,
-                key_of(name),
-                self.placements.replicas(name),
-                self._groups_of(name),
-                part_of(name),
-            ),
-        )
-        self.all_buckets = [self._bucket(layout) for layout in layouts]
+        self.all_buckets = [self._bucket(layout) for layout in self._plan(specs, key_of, part_of)]
         self.buckets = [bucket for bucket in self.all_buckets if bucket.has_gradient]
         dtypes = {name: (ms.float32, None) if in_fp32(name) else (working, grid) for name in params}
-        places = self._places(params, dtypes)
-        self.units = [
-            Unit(number, spec.name, spec.cells, tuple(places[name] for name in spec.params))
-            for number, spec in enumerate(specs)
-        ]
+        self.units = self._make_units(specs, dtypes)
         self._reducer = self._make_reducer(specs)
         self._windows = Windows(
             model,
@@ -164,7 +151,6 @@ class Sharded:
             prefetch=options.prefetch,
             on_unit_end=self._reducer.end_unit,
         )
-        self._params = params
         self._graph: Hashable = None
         self._part: Hashable = None
         # Gradients of a backward under way that waits for more of them, and those of all such graphs.
@@ -172,7 +158,7 @@ class Sharded:
         self._set_aside: dict[Hashable, list[tuple[int, str, Tensor]]] = {}
         self._receivers: dict[int, tuple[int, Callable[[Tensor], Tensor]]] = {}  # by id of the parameter
         self._trained_params = [params[name] for name in params if name in self.trained]
-        self._register_gradient_hooks(params, {name: grid for name, (_, grid) in dtypes.items()})
+        self._register_gradient_hooks({name: grid for name, (_, grid) in dtypes.items()})
 
     @property
     def is_sharded(self) -> bool:
@@ -408,14 +394,28 @@ class Sharded:
             if param.is_meta:
                 self.write_kept(name, self._values(name, 0, prod(param.shape)))
 
-    def _plan(self, specs: Sequence[UnitSpec], key: Callable[[str], Hashable]) -> list[BucketLayout]:
+    def _plan(
+        self,
+        specs: Sequence[UnitSpec],
+        key_of: Callable[[str], Hashable],
+        part_of: Callable[[str], Hashable],
+    ) -> list[BucketLayout]:
+        """Buckets: of a unit in stage 3, else of the whole model; each holds parameters of one key only."""
+
+        def spec(name: str) -> ParamSpec:
+            shared = self.placements.replicas(name), self._groups_of(name)
+            return ParamSpec(
+                name, self.names[name], (name in self.trained, key_of(name), *shared, part_of(name))
+            )
+
         if self.options.stage == MAX_STAGE:
-            units, limit = [spec.params for spec in reversed(specs)], 2**62
+            units, limit = [unit.params for unit in reversed(specs)], 2**62
         else:
             units = [tuple(self.names)]
             limit = max(1, self.options.bucket_bytes // self.options.policy.weight_bytes)
-        params = [[ParamSpec(name, self.names[name], key(name)) for name in unit] for unit in units]
-        planned = [plan_buckets(unit, max_elements=limit, degree=1) for unit in params]
+        planned = [
+            plan_buckets([spec(name) for name in unit], max_elements=limit, degree=1) for unit in units
+        ]
         return [
             replace(layout, degree=_groups(layout).shard.size) for layouts in planned for layout in layouts
         ]
@@ -438,7 +438,14 @@ class Sharded:
             has_gradient=layout.key[0],
         )
 
-    def _places(self, params: Mapping[str, Parameter], dtypes: Mapping[str, tuple]) -> dict[str, Place]:
+    def _make_units(self, specs: Sequence[UnitSpec], dtypes: Mapping[str, tuple]) -> list[Unit]:
+        places = self._places(dtypes)
+        return [
+            Unit(number, spec.name, spec.cells, tuple(places[name] for name in spec.params))
+            for number, spec in enumerate(specs)
+        ]
+
+    def _places(self, dtypes: Mapping[str, tuple]) -> dict[str, Place]:
         """Where each parameter lies; sets it to its resting form."""
         places = {}
         finish_queued()  # what was called before is to read the old values
@@ -446,9 +453,9 @@ class Sharded:
         for bucket in self.all_buckets:
             for slot in bucket.layout.slots:
                 resting = placeholder if bucket.is_sharded else part_of(bucket.store, slot)
-                params[slot.name].data = resting
-                param, name = params[slot.name], slot.name
-                places[name] = Place(param, resting, bucket, slot, *dtypes[name])
+                param = self._params[slot.name]
+                param.data = resting
+                places[slot.name] = Place(param, resting, bucket, slot, *dtypes[slot.name])
         return places
 
     def _make_reducer(self, specs: Sequence[UnitSpec]) -> GradientReducer:
@@ -473,14 +480,13 @@ class Sharded:
             return None
         return {index for index, bucket in enumerate(self.buckets) if _part(bucket) in (part, None)}
 
-    def _register_gradient_hooks(
-        self, params: Mapping[str, Parameter], grids: Mapping[str, ms.Type | None]
-    ) -> None:
+    def _register_gradient_hooks(self, grids: Mapping[str, ms.Type | None]) -> None:
         # The framework keeps what a hook returns: one element instead of a second full gradient.
         dropped = Tensor(np.zeros(1, np.float32))
         for index, bucket in enumerate(self.buckets):
             for slot in bucket.layout.slots:
-                param, receive = params[slot.name], self._receive(index, slot.name, grids[slot.name], dropped)
+                param = self._params[slot.name]
+                receive = self._receive(index, slot.name, grids[slot.name], dropped)
                 param.register_hook(receive)
                 self._receivers[id(param)] = index, receive
 
