@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from ms_zero.config import load_config
+from ms_zero.config.reader import scalar
 from ms_zero.errors import UserError, one_line
-from ms_zero.graph.frontend import Case, FrontEndError, compile_case
+from ms_zero.graph.frontend import Case, FrontEndError, compile_case, own_case
 from ms_zero.graph.report import axis_bytes, render
 from ms_zero.mesh import AXES, Mesh
 
@@ -21,14 +22,12 @@ def inspect(
     scheduler: str | None,
 ) -> int:
     """Print what rank `rank` communicates in a step; returns the exit status."""
-    loaded = load_config(run, overrides, workers, to_run=False)
-    parallel = loaded.config.parallel
-    mesh = Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
-    if not 0 <= rank < mesh.world_size:
-        raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
-    arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
-    arguments["scheduler"] = scheduler
-    case = Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
+    if ":" in Path(run).name:
+        if scheduler is not None:
+            raise UserError("--scheduler: a function names its own order; leave the option out")
+        case = _case_of_function(run, overrides, rank, workers)
+    else:
+        case = _case_of_run(run, overrides, rank, workers, scheduler)
     try:
         compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
     except FrontEndError as error:
@@ -36,6 +35,7 @@ def inspect(
             f"{run}: MindSpore's compiler refuses the step of rank {rank}: {one_line(error.reason)}; "
             "change the degrees or the model so that they fit"
         ) from None
+    mesh = Mesh(**compiled.notes["mesh"])
     print(f"{run}: rank {rank} of {mesh.describe()}, compiled for Ascend by MindSpore's front end only")
     print("\n".join(render(compiled.graph, mesh, rank)))
     if json_path is not None:
@@ -46,6 +46,33 @@ def inspect(
         }
         Path(json_path).write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0
+
+
+def _case_of_run(
+    run: str, overrides: list[str], rank: int, workers: int | None, scheduler: str | None
+) -> Case:
+    parallel = load_config(run, overrides, workers, to_run=False).config.parallel
+    mesh = Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
+    if not 0 <= rank < mesh.world_size:
+        raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
+    arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
+    arguments["scheduler"] = scheduler
+    return Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
+
+
+def _case_of_function(function: str, overrides: list[str], rank: int, workers: int | None) -> Case:
+    """Of FILE.py:FUNCTION or MODULE:FUNCTION; overrides are its arguments."""
+    if workers is None:
+        raise UserError(f"--workers: expected the number of ranks of the mesh that {function} builds")
+    if not 0 <= rank < workers:
+        raise UserError(f"--rank {rank}: expected 0 to {workers - 1}")
+    arguments = {}
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"{override}: expected name=value, an argument of {function}")
+        arguments[name] = scalar(value)
+    return own_case(function, arguments, rank=rank, size=workers)
 
 
 def _tensors(operation: object) -> dict[str, object]:

@@ -302,9 +302,10 @@ def _schedule(argv: Sequence[str]) -> int:
 def _graph(argv: Sequence[str]) -> int:
     parser = _Parser(
         prog="ms-zero graph",
-        usage="ms-zero graph inspect RUN.yaml --rank R [--workers N] [key=value ...]",
+        usage="ms-zero graph inspect {RUN.yaml | FILE.py:FUNCTION} --rank R [--workers N] [key=value ...]",
         description="Show what a rank of a cluster would communicate in a step of the graph engine, as "
-        "MindSpore's compiler inserts it. Neither devices nor a cluster are needed.",
+        "MindSpore's compiler inserts it. Neither devices nor a cluster are needed. FUNCTION returns the "
+        "result of ms_zero.graph.parallelise and takes the key=value pairs as arguments.",
     )
     parser.add_argument("action", choices=["inspect"], help="what to do")
     _add_run_arguments(parser)

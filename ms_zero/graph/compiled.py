@@ -44,7 +44,7 @@ class CompiledStep:
         beta1: float,
         beta2: float,
         eps: float,
-        comm: Communicator,
+        comm: Communicator | None,
     ) -> None:
         """Join the parts; nothing is compiled before the first step.
 
@@ -56,7 +56,7 @@ class CompiledStep:
             beta1: decay rate of the mean (adamw).
             beta2: decay rate of the mean square (adamw).
             eps: added to the root (adamw).
-            comm: of the job; its last rank knows the loss.
+            comm: of the job; its last rank knows the loss. None: this process only.
         """
         self.cell, self.parts, self.scaler = cell, parts, parts.scaler
         self.params, self.update_cell = parts.params, parts.update
@@ -74,7 +74,10 @@ class CompiledStep:
             tokens: of a sample.
         """
         shape = (rows, tokens)
-        inputs = [Tensor(np.zeros(shape, np.int32)) for _ in range(2 + len(self.parts.extras))]
+        self.compile(*(Tensor(np.zeros(shape, np.int32)) for _ in range(2 + len(self.parts.extras))))
+
+    def compile(self, *inputs: Tensor) -> None:
+        """As :meth:`prepare`, for tensors of the shapes and dtypes of a step on this rank."""
         with graph_mode():
             self.cell.compile(*inputs)
         for _, param in self.cell.parameters_and_names():
@@ -105,7 +108,7 @@ class CompiledStep:
         with graph_mode():
             loss, norm, finite = self.cell(*map(Tensor, inputs))
         own = [float(loss.asnumpy().reshape(-1)[0]), float(norm.asnumpy()), bool(finite.asnumpy())]
-        return self._agreed(self._comm.exchange(own), scale)
+        return self._agreed([own] if self._comm is None else self._comm.exchange(own), scale)
 
     def update(self, *, lr: float, grad_scale: float = 1.0) -> None:
         """Take note that the graph has updated; it had the arguments already."""

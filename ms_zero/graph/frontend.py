@@ -30,6 +30,7 @@ from ms_zero.errors import UserError
 from ms_zero.graph.ir import Graph, parse
 
 _REPORT_GRACE_S = 20.0
+_OWN = "ms_zero.graph.own:build_inspected"
 _ENVIRONMENT = {
     "GLOG_v": "2",  # warnings: tests look for deprecations
     "OMP_NUM_THREADS": "1",
@@ -71,6 +72,11 @@ class Case:
     rank: int = 0
     size: int = 8
     local_size: int = 8
+
+
+def own_case(function: str, arguments: Mapping[str, Any], *, rank: int, size: int) -> Case:
+    """The case of a function that returns the result of `ms_zero.graph.parallelise`; see `Case`."""
+    return Case(_OWN, {"function": function, "arguments": dict(arguments)}, rank=rank, size=size)
 
 
 @dataclass(frozen=True)

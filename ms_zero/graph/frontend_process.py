@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
     try:
         _compat_frontend.enable(job["rank"], job["size"], job["local_size"])
-        cell, inputs, *notes = _builder(job["builder"])(**job["arguments"])
+        cell, inputs, *notes = load_function(job["builder"])(**job["arguments"])
         text = _compat_frontend.compile_front_end(cell, tuple(inputs), folder / "dumps")
     except UserError as error:
         return {"kind": "user", "failure": str(error)}
@@ -94,15 +95,28 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.monotonic() - start, "notes": notes[0] if notes else None}
 
 
-def _builder(name: str) -> Callable[..., Any]:
-    place, function = name.rsplit(":", 1)
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), function)
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" or "path/to/file.py:function" names.
+
+    Raises:
+        UserError: there is no such file, module or function.
+    """
+    place, _, function = name.rpartition(":")
+    module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UserError(f"graph: {name}: {place} has no function {function}")
+    return found
+
+
+def _load_file(place: str) -> types.ModuleType:
+    if not Path(place).is_file():
+        raise UserError(f"graph: {place}: no such file")
     spec = importlib.util.spec_from_file_location("ms_zero_front_end_builder", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # MindSpore's parser looks for the source of a cell's module
     spec.loader.exec_module(module)
-    return getattr(module, function)
+    return module
 
 
 if __name__ == "__main__":

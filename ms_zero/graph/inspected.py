@@ -22,6 +22,7 @@ from ms_zero.errors import UserError
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
 from ms_zero.graph.train import build_train_cell
+from ms_zero.mesh import AXES
 
 _DTYPES = {"fp32": ms.float32, "fp16": ms.float16, "bf16": ms.bfloat16}
 _FAMILIES = {"gpt": models.GPT, "llama": models.Llama}
@@ -62,7 +63,8 @@ def build_config(
     rows = config.train.micro_batch_size * config.train.accumulation_steps
     shape = (rows, config.data.seq_len)
     inputs = tuple(Tensor(np.zeros(shape, np.int32)) for _ in range(2 + len(parts.extras)))
-    return cell, inputs, {"parameters": parameter_shapes(plain)}
+    mesh = {axis: getattr(config.parallel, axis) for axis in AXES}
+    return cell, inputs, {"parameters": parameter_shapes(plain), "mesh": mesh}
 
 
 def declared_model(config: GPTConfig | LlamaConfig) -> nn.Cell:

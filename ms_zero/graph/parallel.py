@@ -20,7 +20,7 @@ summed as in stage 0. With replicas the whole gradient is summed over them befor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -258,22 +258,33 @@ def _place_stages(model: nn.Cell, stages: Stages) -> None:
             cell.pipeline_segment = segment
 
 
-def auto_parallel(cell: nn.Cell, options: Options, num_inputs: int, folder: Path | None) -> AutoParallel:
+def auto_parallel(
+    cell: nn.Cell,
+    options: Options,
+    num_inputs: int,
+    folder: Path | None,
+    *,
+    dims: Sequence[int] | None = None,
+    mode: str = "semi_auto",
+) -> AutoParallel:
     """Wrap a train cell.
 
     Args:
-        cell: takes ``num_inputs`` tensors int32 [samples, tokens].
+        cell: takes ``num_inputs`` tensors [samples, ...].
         options: of the run.
         num_inputs: of the cell.
         folder: gets ``parallel_speed_up.json``; None: MindSpore's defaults.
+        dims: number of dims of each input; None: two.
+        mode: MindSpore's name of how operators get their strategies.
     """
     for param in cell.get_parameters():
         if param.ndim == 0:
             param.parallel_optimizer = False  # hsdp ends the process at a 0-d parameter (2.10.0)
-    wrapped = AutoParallel(cell, "semi_auto")
+    wrapped = AutoParallel(cell, mode)
     grid = options.grid
     # Data is cut along one dim only: cp ranks get whole sequences and take their part of them.
-    wrapped.dataset_strategy(tuple((grid.dp, 1) for _ in range(num_inputs)))
+    dims = (2,) * num_inputs if dims is None else dims
+    wrapped.dataset_strategy(tuple((grid.dp, *(1,) * (number - 1)) for number in dims))
     if options.hsdp_level:
         level = f"level{options.hsdp_level}"
         wrapped.hsdp(shard_size=options.shard_size, threshold=0, optimizer_level=level)

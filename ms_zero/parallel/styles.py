@@ -321,7 +321,7 @@ def _match(cells: Mapping[str, nn.Cell], plan: Plan) -> dict[str, Style]:
     """The style of each matched path."""
     found: dict[str, tuple[str, Style]] = {}
     for pattern, style in plan.items():
-        paths = [path for path in cells if path and _matches(path, pattern)]
+        paths = [path for path in cells if path and matches(path, pattern)]
         if not paths:
             raise UserError(f"tensor parallelism: pattern {pattern} of the plan matches no cell of the model")
         for path in paths:
@@ -331,7 +331,8 @@ def _match(cells: Mapping[str, nn.Cell], plan: Plan) -> dict[str, Style]:
     return {path: style for path, (_, style) in found.items()}
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches(path: str, pattern: str) -> bool:
+    """Whether a dotted path fits a pattern, in which ``*`` and ``?`` stay within one name."""
     names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
