@@ -17,6 +17,7 @@ from ms_zero.kernels.optimizer import adamw_update, sgd_update, squares_in_parts
 from ms_zero.kernels.rotary import RotaryEmbedding
 from ms_zero.kernels.rounding import convert, round_to
 from ms_zero.kernels.saved import Saved
+from ms_zero.kernels.sorting import SortByExpert
 
 __all__ = [
     "GELU",
@@ -35,6 +36,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "Saved",
+    "SortByExpert",
     "SwiGLU",
     "Where",
     "adamw_update",

@@ -27,8 +27,6 @@ from ms_zero.kernels.deferred import PutOff, put_off_to
 from ms_zero.kernels.dispatch import select
 from ms_zero.kernels.saved import Saved
 
-DROPPED = -1
-
 
 def groups_of(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(group, first row, stop row) of each group that has rows."""
@@ -164,12 +162,59 @@ def _joined(parts: Sequence[Tensor], empty: tuple[int, int], dtype: ms.Type) -> 
     return mint.cat(tuple(parts)) if parts else mint.empty(empty, dtype=dtype)
 
 
+class _GroupedLinearFused(function_class):
+    """The same by Ascend's grouped product: one kernel for all groups, for each of the three products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], later: _Later | None
+    ) -> Tensor:
+        _check_grouped(x, weight, counts)
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.later = counts, later
+        if not x.shape[0]:
+            return mint.empty((0, weight.shape[1]), dtype=x.dtype)
+        return _grouped_product(x, mint.transpose(weight, 1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        dx = None
+        if wants_x and x.shape[0]:
+            dx = _grouped_product(dy, weight, ctx.counts)
+        elif wants_x:
+            dx = mint.empty(x.shape, dtype=x.dtype)
+        of_weight = partial(_fused_grad_weight, dy, x, ctx.counts, weight.shape)
+        return dx, _now_or_later(of_weight, ctx.later) if wants_weight else None, None, None
+
+
+def _fused_grad_weight(dy: Tensor, x: Tensor, counts: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    if not x.shape[0]:
+        return mint.zeros(shape, dtype=x.dtype)
+    # The operator wants its first factor as a transposed view.
+    return _grouped_product(mint.transpose(dy.contiguous(), 0, 1), x, counts, group_type=_BY_COLUMNS)
+
+
+# What the groups cut: the rows of the first factor, or its columns, which are the rows of the second.
+_BY_ROWS, _BY_COLUMNS = 0, 2
+
+
+def _grouped_product(
+    first: Tensor, second: Tensor, counts: Sequence[int], group_type: int = _BY_ROWS
+) -> Tensor:
+    """[rows, in] x [groups, in, out] by rows, [out, rows] x [rows, in] -> [groups, out, in] by columns."""
+    stops = Tensor(np.cumsum(counts, dtype=np.int64))
+    return ops.auto_generate.GmmV2()([first], [second], None, stops, group_type, 0)[0]
+
+
 class GroupedLinear(nn.Cell):
     """y[r] = W[g] x[r] for rows that are sorted by group g.
 
     x [rows, in], weight [groups, out, in], counts: rows of each group, on the host -> [rows, out]. PyNative
-    only. Each row's bits depend on that row and its weight alone with the native CPU kernel. On Ascend and
-    GPU one product of MindSpore's a group; not run there.
+    only. Each row's bits depend on that row and its weight alone with the native CPU kernel. On Ascend one
+    grouped product of MindSpore's (`mindspore.ops.function.math_func.gmm`), which has none for GPUs: there
+    one product a group. Not run on either.
     """
 
     def __init__(self, target: str | None = None) -> None:
@@ -178,7 +223,7 @@ class GroupedLinear(nn.Cell):
             "CPU": _GroupedLinearNative,
             "CPU-portable": _GroupedLinearComposed,
             "GPU": _GroupedLinearComposed,
-            "Ascend": _GroupedLinearComposed,
+            "Ascend": _GroupedLinearFused,
         }
         self.function = select("GroupedLinear", implementations, target)
 

@@ -2,7 +2,8 @@
 
 The weights of all experts are stacked in three parameters; each expert computes
 down(silu(gate(x)) * up(x)). Tokens go to experts and come back by a dispatcher, which parallelism replaces.
-PyNative only: how many tokens an expert gets is decided on the host.
+On CPU routers decide and tokens are sorted by numpy, on a device by its operators. PyNative only: how many
+tokens an expert gets decides about shapes, so these numbers come to the host.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from mindspore import Tensor, nn, ops
 from ms_zero import kernels
 from ms_zero._compat import finish_queued, function_class, is_recording
 from ms_zero.errors import UserError
+from ms_zero.kernels.dispatch import select
+from ms_zero.models import device_routing
 from ms_zero.models.init import Normal, ParameterRule, Zeros
 from ms_zero.models.layers import Linear, empty_parameter
 from ms_zero.models.llama import LlamaMLP
-from ms_zero.models.routing import DROPPED, Choice, Rules, choose, loads, weigh, weigh_gradient
+from ms_zero.models.routing import Choice, Rules, choose, loads, weigh, weigh_gradient
 
 
 class Routing(NamedTuple):
@@ -70,10 +73,19 @@ class Router(nn.Cell):
     fp32_outputs = (1, 2)
 
     def __init__(
-        self, hidden_size: int, num_experts: int, rules: Rules, *, balance_by_bias: bool, init_std: float
+        self,
+        hidden_size: int,
+        num_experts: int,
+        rules: Rules,
+        *,
+        balance_by_bias: bool,
+        init_std: float,
+        target: str | None = None,
     ) -> None:
         super().__init__()
         self.rules = rules
+        on_device = device_routing.route_by(target)
+        self.route = select("Router", {"CPU": None, "GPU": on_device, "Ascend": on_device}, target)
         self.weight = empty_parameter(num_experts, hidden_size)
         self.bias = empty_parameter(num_experts) if balance_by_bias else None
         if balance_by_bias:
@@ -84,29 +96,39 @@ class Router(nn.Cell):
             "bias": ParameterRule(Zeros(), decay=False),
         }
         self.sequences: Sequences | None = None
-        vars(self)["loads"] = np.zeros(num_experts, np.int64)
+        self.num_experts = num_experts
+        vars(self)["loads"] = None  # of recorded forwards, on the host or on the device
 
     def construct(self, x: Tensor) -> Routing:
         """Route x [B, T, H]."""
         logits = self.linear(x.astype(ms.float32), self.weight)
+        if self.route is None or self.sequences is not None:  # parts of sequences are joined on the host
+            ids, weights, aux, load = self._route_on_host(logits)
+        else:
+            ids, weights, aux, load = self.route(logits, self.bias, self.rules)
+        # Recorded once: evaluation records nothing, and of a recomputed forward only the second run does.
+        if self.bias is not None and is_recording():
+            vars(self)["loads"] = load if self.loads is None else self.loads + load
+        top_k = self.rules.top_k
+        return Routing(ids.reshape(-1, top_k), weights.reshape(-1, top_k), aux)
+
+    def _route_on_host(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
         finish_queued()
         bias = None if self.bias is None else self.bias.asnumpy()
-        joined, top_k = self.sequences, self.rules.top_k
+        joined = self.sequences
         whole = logits if joined is None else Tensor.from_numpy(joined.gather(logits))
         choice = choose(whole.asnumpy(), bias, self.rules)
         own = choice if joined is None else Choice(*map(joined.own, choice))
-        # Recorded once: evaluation records nothing, and of a recomputed forward only the second run does.
-        if is_recording():
-            vars(self)["loads"] = self.loads + loads(own.chosen, len(self.loads))
         chosen, kept = (Tensor.from_numpy(part) for part in choice)
         weights, aux = _Weighed.apply(logits, whole, chosen, kept, self.rules, joined)
-        ids = Tensor.from_numpy(own.kept.reshape(-1, top_k))
-        return Routing(ids, weights.reshape(-1, top_k), aux)
+        return Tensor.from_numpy(own.kept), weights, aux, loads(own.chosen, self.num_experts)
 
     def take_loads(self) -> np.ndarray:
         """Tokens that chose each expert in recorded forwards since the last call, int64 [E]."""
-        taken, vars(self)["loads"] = self.loads, np.zeros_like(self.loads)
-        return taken
+        taken, vars(self)["loads"] = self.loads, None
+        if taken is None:
+            return np.zeros(self.num_experts, np.int64)
+        return taken.asnumpy() if isinstance(taken, Tensor) else taken
 
 
 class _Weighed(function_class):
@@ -183,6 +205,7 @@ class LocalDispatcher(nn.Cell):
 
     def __init__(self, target: str | None = None) -> None:
         super().__init__()
+        self.sort = kernels.SortByExpert(target)
         self.rows = kernels.Embedding(target)
         self.combine = kernels.CombineRows(target)
 
@@ -198,29 +221,8 @@ class LocalDispatcher(nn.Cell):
         Returns:
             [N, H] of the tokens' dtype, summed in fp32 in the order of the choices.
         """
-        order, places, counts = sort_by_expert(ids.asnumpy(), experts.num_experts)
-        rows = self.rows(tokens, Tensor.from_numpy(order // np.int32(ids.shape[1])))
-        return self.combine(experts(rows, counts), Tensor.from_numpy(places), weights=weights)
-
-
-def sort_by_expert(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Sort choices by expert, equal ones in the order of their tokens.
-
-    Args:
-        ids: int32 [N, k], -1: dropped.
-        num_experts: how many there are.
-
-    Returns:
-        Numbers (token * k + choice) of the kept choices in the new order, int32 [M]; the place of each choice
-        in it, int32 [N, k] with -1 for dropped ones; and the choices of each expert.
-    """
-    flat = ids.reshape(-1)
-    kept = np.flatnonzero(flat >= 0)
-    order = kept[np.argsort(flat[kept], kind="stable")].astype(np.int32)
-    places = np.full(flat.shape, DROPPED, np.int32)
-    places[order] = np.arange(len(order), dtype=np.int32)
-    counts = np.bincount(flat[kept], minlength=num_experts)
-    return order, places.reshape(ids.shape), tuple(int(count) for count in counts)
+        order, places, counts = self.sort(ids, experts.num_experts)
+        return self.combine(experts(self.rows(tokens, order), counts), places, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +264,12 @@ class MoE(nn.Cell):
         num_experts, shared_size = mixture.num_experts, mixture.shared_ffn_hidden_size
         has_bias = mixture.bias_speed is not None
         self.router = Router(
-            hidden_size, num_experts, mixture.rules, balance_by_bias=has_bias, init_std=init_std
+            hidden_size,
+            num_experts,
+            mixture.rules,
+            balance_by_bias=has_bias,
+            init_std=init_std,
+            target=target,
         )
         self.experts = Experts(num_experts, hidden_size, mixture.ffn_hidden_size, target=target, **stds)
         self.dispatcher = LocalDispatcher(target)

@@ -36,7 +36,8 @@ import numpy as np
 from ms_zero.errors import UserError
 
 DROPPED = -1
-_SMALLEST_SUM = 1e-20
+#: Keeps what is divided by the sum of chosen scores finite.
+SMALLEST_SUM = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def weigh(logits: np.ndarray, choice: Choice, rules: Rules) -> tuple[np.ndarray,
     score = scores(logits, rules.score)
     picked = np.take_along_axis(score, choice.chosen, axis=-1)
     if rules.renormalise:
-        picked = picked / (picked.sum(axis=-1, keepdims=True) + logits.dtype.type(_SMALLEST_SUM))
+        picked = picked / (picked.sum(axis=-1, keepdims=True) + logits.dtype.type(SMALLEST_SUM))
     weights = np.where(choice.kept == DROPPED, 0, picked * logits.dtype.type(rules.scaling))
     return weights.astype(logits.dtype, copy=False), _auxiliary(logits, score, choice.chosen, rules)
 
@@ -217,7 +218,7 @@ def _picked_gradient(
     if not rules.renormalise:
         return dpicked.astype(score.dtype, copy=False)
     picked = np.take_along_axis(score, chosen, axis=-1)
-    total = picked.sum(axis=-1, keepdims=True) + score.dtype.type(_SMALLEST_SUM)
+    total = picked.sum(axis=-1, keepdims=True) + score.dtype.type(SMALLEST_SUM)
     shared = (dpicked * picked).sum(axis=-1, keepdims=True) / total
     return ((dpicked - shared) / total).astype(score.dtype, copy=False)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from ms_zero import kernels
+from ms_zero import _compat, kernels
 from ms_zero.kernels import optimizer
 
 RNG = np.random.default_rng(0)
@@ -166,3 +166,41 @@ def test_adamw_is_the_native_adamw_counting_steps_from_zero(monkeypatch):
     assert step.asnumpy().tolist() == [2.0]
     rates = [float(np.float32(0.9)), float(np.float32(0.95))]
     assert scalars == [0.5, *rates, 0.1, 1e-8, False, False]
+
+
+def grouped_product(first, second, bias, stops, group_type, group_list_type):
+    """What `GmmV2` says it computes: groups of rows of the first factor, or of rows of the second."""
+    (first,), (second,), stops = first, second, stops.asnumpy()
+    assert bias is None and group_list_type == 0 and stops.dtype == np.int64
+    groups = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
+    assert len(groups) == stops[-1] == (first.shape[0] if group_type == 0 else first.shape[1])
+    a, b = first.asnumpy(), second.asnumpy()
+    if group_type == 0:
+        return (Tensor(np.einsum("ri,rio->ro", a, b[groups])),)
+    assert group_type == 2 and not first.is_contiguous()  # "tensors that have been transposed"
+    out = np.zeros((len(stops), a.shape[0], b.shape[1]), a.dtype)
+    np.add.at(out, groups, np.einsum("or,ri->roi", a, b))
+    return (Tensor(out),)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 0, 9), (0, 0, 0, 0)], ids=str)
+def test_experts_are_three_grouped_products(record, counts):
+    recorder = record(ops.auto_generate, "GmmV2", grouped_product)
+    rows = sum(counts)
+    x, weight, upstream = RNG.standard_normal((rows, 5)), RNG.standard_normal((4, 3, 5)), np.ones((rows, 3))
+    found = []
+    for target in ("CPU-portable", "Ascend"):
+        leaves = [_compat.leaf(Tensor(a.astype(np.float32)), requires_grad=True) for a in (x, weight)]
+        with _compat.tape():
+            out = kernels.GroupedLinear(target)(*leaves, counts)
+        _compat.backward(out, Tensor(upstream.astype(np.float32)))
+        found.append([out.asnumpy(), *(leaf._grad.asnumpy() for leaf in leaves)])
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=1e-6)
+    assert [call[4] for call in recorder.calls] == ([0, 0, 2] if rows else [])
+
+
+def test_the_wheel_has_the_grouped_product_and_cpus_have_no_kernel_of_it():
+    x, weight = Tensor(np.ones((3, 2), np.float32)), Tensor(np.ones((2, 4, 2), np.float32))
+    with pytest.raises(RuntimeError, match="GmmV2"):
+        kernels.GroupedLinear("Ascend")(x, weight, (1, 2)).asnumpy()

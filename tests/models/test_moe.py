@@ -11,7 +11,7 @@ from ms_zero.errors import UserError
 from ms_zero.memory import apply_recompute
 from ms_zero.models import Mixture, MoEDecoder, Rules, decay_names, initialise, take_loads
 from ms_zero.models.latent import LatentAttention
-from ms_zero.models.moe import MoE, sort_by_expert
+from ms_zero.models.moe import MoE
 from ms_zero.models.routing import choose, weigh
 from ms_zero.precision.autocast import apply as autocast
 from ms_zero.precision.autocast import fp32_parameters
@@ -130,12 +130,31 @@ def test_the_portable_kernels_compute_the_same(variant):
         np.testing.assert_allclose(theirs.asnumpy(), mine.asnumpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_choices_are_sorted_by_expert_and_then_by_token():
-    ids = np.array([[2, 0], [0, -1], [3, 2]], np.int32)
-    order, places, counts = sort_by_expert(ids, 5)
-    assert order.tolist() == [1, 2, 0, 5, 4]
-    assert places.tolist() == [[2, 0], [1, -1], [4, 3]]
-    assert counts == (2, 0, 2, 1, 0)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_operators_of_devices_decide_and_compute_the_same(variant):
+    """Routing, sorting and products as on a GPU, run here: results, every gradient, loads."""
+    x = RNG.standard_normal((BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    host, device = layer(variant), layer(variant, "GPU")
+    assert device.router.route is not None and host.router.route is None
+    for name, param in device.parameters_and_names():
+        param.set_data(Tensor(dict(host.parameters_and_names())[name].asnumpy()))
+    found = []
+    for made in (host, device):
+        params = dict(made.parameters_and_names())
+        leaf = _compat.leaf(Tensor(x), requires_grad=True)
+        with _compat.tape():
+            y, aux = made(leaf)
+        ids = made.router(leaf).ids.asnumpy()
+        _compat.backward((y, aux), (Tensor(np.cos(x)), Tensor(np.array([0.5, -2.0], np.float32))))
+        trained = {name: param._grad.asnumpy() for name, param in params.items() if param.requires_grad}
+        values = {"y": y.asnumpy(), "aux": aux.asnumpy(), "x": leaf._grad.asnumpy(), **trained}
+        copies = {name: value.copy() for name, value in values.items()}
+        found.append([ids.tolist(), made.router.take_loads().tolist(), copies])
+    assert found[0][:2] == found[1][:2]
+    assert sum(found[0][1]) == (BATCH * LENGTH * 3 if variant == "deepseek-v3" else 0)  # only with a bias
+    for name, value in found[0][2].items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found[1][2][name], value, rtol=2e-5, atol=2e-5 * scale, err_msg=name)
 
 
 def test_an_expert_that_no_token_chose_has_a_gradient_of_zero():
