@@ -4,21 +4,18 @@ Run as ``python -m ms_zero.graph.frontend_process``: a job per line on standard 
 standard output. The template itself never runs an operation, which keeps the fork safe.
 """
 
-import importlib
-import importlib.util
 import json
 import os
 import sys
 import time
 import traceback
-import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ms_zero import _compat_frontend
 from ms_zero.errors import UserError
+from ms_zero.graph.places import load_function
 
 
 def main() -> None:
@@ -93,30 +90,6 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         }
     (folder / "graph.ir").write_text(text)
     return {"seconds": time.monotonic() - start, "notes": notes[0] if notes else None}
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" or "path/to/file.py:function" names.
-
-    Raises:
-        UserError: there is no such file, module or function.
-    """
-    place, _, function = name.rpartition(":")
-    module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(f"graph: {name}: {place} has no function {function}")
-    return found
-
-
-def _load_file(place: str) -> types.ModuleType:
-    if not Path(place).is_file():
-        raise UserError(f"graph: {place}: no such file")
-    spec = importlib.util.spec_from_file_location("ms_zero_front_end_builder", place)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # MindSpore's parser looks for the source of a cell's module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ _NODE = re.compile(r"^  %\d+\([^)]*\) = (?:PrimFunc_)?(\w+)\(")
 _SUBGRAPH = re.compile(r"^subgraph @(\S+)\(")
 _ENTRY = re.compile(r"^# IR entry: @(\S+)", re.MULTILINE)
 # A subgraph is called by its name, or by a node whose value is one with some of its inputs.
-_CALL = re.compile(r"^  %\d+\([^)]*\) = (?:call @|%\d+\[@Partial\(@)([^\s(),\[\]]+)")
+_CALL = re.compile(r"^  %\d+\([^)]*\) = (?:call @|%\d+\[@(?:Partial\()?@)([^\s(),\[\]]+)")
 _TENSOR = re.compile(r"<(?:Ref\[)?Tensor\[(\w+)\]\]?, \(([\d, ]*)\)")
 _PARAMETER = re.compile(r"^%para\d+_(\S+): <(Ref\[)?Tensor\[(\w+)\]\]?, \(([\d, ]*)\)")
 _SCOPE = re.compile(r"# Fullname with scope: \((.*)\)")

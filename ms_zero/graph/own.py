@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.communication import get_group_size
 from mindspore.parallel.nn import GradAccumulation, Pipeline
@@ -22,10 +23,10 @@ from ms_zero.comm import Communicator
 from ms_zero.config.auto_parallel import SCHEDULES
 from ms_zero.errors import UserError, one_line
 from ms_zero.graph.compiled import CompiledStep
-from ms_zero.graph.frontend_process import load_function
 from ms_zero.graph.given import Strategy, apply_strategies, uses_axis
 from ms_zero.graph.network import ReusedScaledLoss, ScaledLoss, loss_factor
 from ms_zero.graph.parallel import Options, Stages, auto_parallel, even_split, place_blocks
+from ms_zero.graph.places import load_function
 from ms_zero.graph.reduce import MicrobatchGradients, SameGradients
 from ms_zero.graph.step import Summary, check_parameters
 from ms_zero.graph.strategies import Grid
@@ -84,13 +85,30 @@ class Arrangement:
             raise UserError(f"graph: microbatches {self.microbatches}: expected at least 1")
         if self.mesh.pp > 1 and not self.blocks:
             raise UserError("graph: a pipeline cuts between blocks: name them with blocks=")
+        if self.propagate:
+            self._check_propagation()
         if self.mesh.tp > 1 and not uses_axis(self.strategies, "tp"):
             raise UserError(f"graph: no strategy cuts anything over the {self.mesh.tp} ranks of tp")
+
+    def _check_propagation(self) -> None:
+        """Refuse what needs microbatches that share a subgraph: with that 2.10.0 propagates wrong shapes."""
+        if self.mesh.pp > 1:
+            raise UserError("graph: propagate: not in a pipeline with MindSpore 2.10.0: give strategies")
+        if self.zero_stage > 1 and self.microbatches > 1:
+            raise UserError(
+                f"graph: propagate: not with zero_stage {self.zero_stage} and {self.microbatches} micro"
+                "batches with MindSpore 2.10.0: use zero_stage 1, one microbatch, or give strategies"
+            )
 
     @property
     def grid(self) -> Grid:
         """The devices of a stage."""
         return Grid(dp=self.mesh.dp, cp=self.mesh.cp, tp=self.mesh.tp)
+
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts ranks of equal data cut its rows before it enters the graph."""
+        return self.mesh.cp * self.mesh.tp if self.propagate and self.mesh.world_size > 1 else 1
 
     def options(self, num_blocks: int) -> Options:
         """What AutoParallel is told."""
@@ -134,7 +152,7 @@ class ParallelStep:
     Attributes:
         network: of the user.
         cell: what is compiled: a train cell, inside AutoParallel if there is more than one rank.
-        batch: an example of the tensors of a step on one rank.
+        batch: an example of the tensors of a step, of the shapes that this rank passes to the compiled cell.
         mesh: the ranks.
     """
 
@@ -145,14 +163,16 @@ class ParallelStep:
         parts: TrainParts,
         *,
         batch: Sequence[Tensor],
-        mesh: Mesh,
+        arrangement: Arrangement,
         clip_norm: float,
         weight_decay: float,
         comm: Communicator | None,
         **rates: float,
     ) -> None:
-        self.network, self.cell, self.batch, self.mesh = network, cell, tuple(batch), mesh
+        self.network, self.cell, self.mesh = network, cell, arrangement.mesh
+        self._parts = arrangement.row_parts
         self._clip_norm, self._lr, self._comm = clip_norm, 0.0, comm
+        self.batch = self._own_rows(batch)
         rates = _RATES | {"weight_decay": weight_decay} | rates
         self._step = CompiledStep(cell, parts, lambda _: self._lr, comm=comm, **rates)
 
@@ -160,7 +180,8 @@ class ParallelStep:
         """Make one training step. Collective; compiles when it is called first.
 
         Args:
-            batch: all microbatches of the step on this rank, of the shapes of the example.
+            batch: all microbatches of the step, of the shapes of the example: the same on ranks that only
+                differ in tp or cp.
             lr: learning rate.
             weight: factor on the summed loss: one over what the sum over all ranks is to be divided by.
 
@@ -175,7 +196,7 @@ class ParallelStep:
         if not self._step.is_prepared:
             self.compile()
         self._lr = lr
-        self._step.forward_backward(*batch, weight=weight)
+        self._step.forward_backward(*self._own_rows(batch), weight=weight)
         summary = self._step.reduce()
         decision = decide(summary.sum_of_squares, self._clip_norm)
         if decision.finite:
@@ -197,6 +218,14 @@ class ParallelStep:
                 f"graph: MindSpore's compiler refuses the step: {_first_line(error)}; change strategies, "
                 "degrees or the model so that they fit"
             ) from None
+
+    def _own_rows(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What this rank passes of a batch: where sharding propagates, one part for each of cp x tp ranks."""
+        if self._parts == 1:
+            return tuple(batch)
+        index = (0 if self._comm is None else self._comm.rank) % self._parts
+        arrays = [tensor.asnumpy() for tensor in batch]
+        return tuple(Tensor(np.split(array, self._parts)[index].copy()) for array in arrays)
 
 
 def _first_line(error: BaseException) -> str:
@@ -225,7 +254,8 @@ def parallelise(
         network: maps the tensors of a microbatch to its summed loss, a 0-d float. All its parameters that
             want a gradient are trained; they need values, in fp32, and different names. Its operators get
             their strategies in place.
-        batch: an example of the tensors of a step on one rank, all microbatches along the first dim.
+        batch: an example of the tensors of a step, all microbatches along the first dim; the rows of one of
+            the ranks with different data.
         arrangement: how it is cut.
         optimizer: "adamw" or "sgd".
         decays: whether weight decay applies to a parameter; by default to those of two or more dims.
@@ -241,7 +271,7 @@ def parallelise(
     """
     mesh = arrangement.mesh
     _check_job(mesh, comm)
-    _check_batch(batch, arrangement.microbatches)
+    _check_batch(batch, arrangement.microbatches * arrangement.row_parts)
     params = [param for _, param in network.parameters_and_names() if param.requires_grad]
     check_parameters(params)
     if comm is not None and comm.world_size > 1:
@@ -256,7 +286,7 @@ def parallelise(
         _wrapped(parts.cell, batch, options, arrangement),
         parts,
         batch=batch,
-        mesh=mesh,
+        arrangement=arrangement,
         clip_norm=clip_norm,
         weight_decay=weight_decay,
         comm=comm,
@@ -298,12 +328,12 @@ def _check_job(mesh: Mesh, comm: Communicator | None) -> None:
         raise UserError(f"graph: the mesh has {mesh.world_size} ranks ({mesh.describe()}), the job {size}")
 
 
-def _check_batch(batch: Sequence[Tensor], microbatches: int) -> None:
+def _check_batch(batch: Sequence[Tensor], parts: int) -> None:
     for number, tensor in enumerate(batch):
-        if tensor.ndim == 0 or tensor.shape[0] % microbatches:
+        if tensor.ndim == 0 or tensor.shape[0] % parts:
             raise UserError(
-                f"graph: tensor {number} of the batch, {list(tensor.shape)}, cannot be cut into "
-                f"{microbatches} microbatches along its first dim"
+                f"graph: tensor {number} of the batch, {list(tensor.shape)}, cannot be cut into {parts} "
+                "parts along its first dim (microbatches, and ranks of tp and cp where sharding propagates)"
             )
 
 
@@ -356,7 +386,9 @@ def _train_parts(
 ) -> TrainParts:
     """The train cell of a network, not wrapped yet."""
     count, mesh, factor = arrangement.microbatches, arrangement.mesh, loss_factor()
-    scaled = (ReusedScaledLoss if mesh.pp > 1 else ScaledLoss)(network, factor)
+    # Shared subgraphs are not for CPU, and sharding propagation cuts some of their reshapes wrongly (2.10.0).
+    plain = device_target() == "CPU" or arrangement.propagate
+    scaled = (ScaledLoss if plain else ReusedScaledLoss)(network, factor)
     if mesh.pp > 1:
         step = Pipeline(scaled, count)
     else:

@@ -283,8 +283,11 @@ def auto_parallel(
     wrapped = AutoParallel(cell, mode)
     grid = options.grid
     # Data is cut along one dim only: cp ranks get whole sequences and take their part of them.
-    dims = (2,) * num_inputs if dims is None else dims
-    wrapped.dataset_strategy(tuple((grid.dp, *(1,) * (number - 1)) for number in dims))
+    if mode == "semi_auto":
+        dims = (2,) * num_inputs if dims is None else dims
+        wrapped.dataset_strategy(tuple((grid.dp, *(1,) * (number - 1)) for number in dims))
+    else:  # the only strategy that 2.10.0 keeps then: every rank of a stage has rows of its own
+        wrapped.dataset_strategy("data_parallel")
     if options.hsdp_level:
         level = f"level{options.hsdp_level}"
         wrapped.hsdp(shard_size=options.shard_size, threshold=0, optimizer_level=level)
