@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Iterable
 
 from ms_zero.graph.ir import Graph, Operation
 from ms_zero.mesh import Mesh
@@ -29,8 +28,8 @@ def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
 def axis_bytes(graph: Graph, mesh: Mesh, rank: int) -> dict[str, float]:
     """Bytes that the rank sends in a step by what for.
 
-    "tp" and "cp": activations, those of embedding and head included; "pp": between stages; "dp": weights and
-    gradients; "other": sums of the loss, lengths of gradients, token ids.
+    "tp" and "cp": activations, those of embedding, head and loss included; "pp": between stages; "dp":
+    weights and gradients; "other": token ids, and single numbers such as the loss.
     """
     found = dict.fromkeys(("tp", "cp", "pp", "dp", "other"), 0.0)
     for operation in graph.operations:
@@ -44,24 +43,23 @@ def _heading(operation: Operation, mesh: Mesh, rank: int) -> str:
     if operation.role == "pipeline":
         return "pp"
     axes = axes_of(operation, mesh, rank)
-    is_wide = operation.sent is not None and operation.sent.shape[-1:] > (1,)
-    return axes if operation.role == "layout" and axes in ("tp", "cp") and is_wide else "other"
+    is_single = operation.sent is None or not operation.sent.shape
+    return axes if operation.role == "layout" and axes in ("tp", "cp") and not is_single else "other"
 
 
-def gathered_parameters(graph: Graph, mesh: Mesh, whole: Mapping[str, Sequence[int]]) -> int:
-    """Elements of the model's parameters that this rank computes with, before data-parallel sharding.
+def held_bytes(graph: Graph, whole: Iterable[str]) -> dict[str, float]:
+    """Bytes of weights, summed gradients and moments that the rank holds between steps.
 
-    ``whole``: the shapes of the parameters of the whole model.
+    ``whole``: names of the parameters of the whole model.
     """
-    degree = mesh.dp_shard * mesh.cp if mesh.dp_replicate > 1 else mesh.dp * mesh.cp
-    shards = bool(graph.select(role="weight"))
-    total = 0
-    for name, shape in whole.items():
-        if name in graph.parameters:
-            held = graph.parameters[name].shape
-            is_shard = shards and shape[0] // held[0] % degree == 0
-            total += prod(held) * (degree if is_shard else 1)
-    return total
+    found, names = {"weights": 0.0, "gradients": 0.0, "moments": 0.0}, set(whole)
+    for name, held in graph.parameters.items():
+        prefix, _, rest = name.partition(".")
+        if name in names:
+            found["weights"] += held.bytes
+        elif rest in names:
+            found["gradients" if prefix == "accu_grads" else "moments"] += held.bytes
+    return found
 
 
 def render(graph: Graph, mesh: Mesh, rank: int) -> list[str]:

@@ -57,6 +57,22 @@ def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[r
     return _ranges(accumulate(counts))
 
 
+def even_split(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, about equally many and at least one; the middle ones take the rest.
+
+    Raises:
+        UserError: there are fewer blocks than stages.
+    """
+    if num_blocks < num_stages:
+        raise UserError(
+            f"parallel.pp: {num_stages} chunks for {num_blocks} layers: the graph engine puts at least one "
+            "into each: lower parallel.pp or parallel.virtual_stages"
+        )
+    least, rest = divmod(num_blocks, num_stages)
+    first = (num_stages - rest) // 2
+    return tuple(least + (first <= stage < first + rest) for stage in range(num_stages))
+
+
 def refuse_counts(counts: Sequence[int], num_blocks: int, num_stages: int) -> str:
     """Say in one line why a list of blocks of the stages is wrong; "" if it is not."""
     if len(counts) == num_stages and all(count >= 0 for count in counts) and sum(counts) == num_blocks:

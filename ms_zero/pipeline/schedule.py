@@ -10,6 +10,7 @@ A list read from a file may place them in any other way, as long as a stage stay
 """
 
 import csv
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -344,6 +345,20 @@ def held_after(order: Sequence[Action], until: Kind = "B") -> list[int]:
             held -= action[1:] not in apart
         counts.append(held)
     return counts
+
+
+def held_by_stage(schedule: Schedule, rank: int, until: Kind = "B") -> tuple[int, ...]:
+    """Count the microbatches of each virtual stage of a rank when the rank first holds most of them."""
+    order = schedule.orders[rank]
+    counts = held_after(order, until)
+    fullest = counts.index(max(counts))
+    found = []
+    for stage in schedule.stages_of(rank):
+        places = [place for place, action in enumerate(order) if action.stage == stage]
+        held = held_after([order[place] for place in places], until)
+        before = bisect_right(places, fullest)
+        found.append(held[before - 1] if before else 0)
+    return tuple(found)
 
 
 # Validation

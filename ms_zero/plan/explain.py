@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ms_zero.plan.compiled import stage_bytes
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import active_parameters, count_parameters
 from ms_zero.plan.planner import Plan, follows_rule, limit_of, rule_of_thumb
@@ -123,8 +124,12 @@ def time_lines(report: TimeReport) -> Iterator[str]:
 
 
 def traffic_line(shape: ModelShape, layout: Layout, parameters: float) -> Iterator[str]:
-    """What a device sends in a step, by axis; nothing where it is alone."""
-    sent = {axis: size for axis, size in step_bytes(shape, layout, parameters).items() if size}
+    """What a device in the middle of the pipeline sends in a step, by axis; nothing where it is alone."""
+    if layout.engine == "graph":
+        sent = stage_bytes(shape, layout, layout.pp // 2)
+    else:
+        sent = step_bytes(shape, layout, parameters)
+    sent = {axis: size for axis, size in sent.items() if size}
     if sent:
         yield "a device sends in a step: " + ", ".join(
             f"{axis} {size / size_unit(size)[0]:.3g} {size_unit(size)[1]}" for axis, size in sent.items()

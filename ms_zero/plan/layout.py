@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ms_zero.pipeline.balance import balance, refuse_counts
-from ms_zero.pipeline.schedule import in_flight_bound, refuse
+from ms_zero.pipeline.schedule import Schedule, held_by_stage, in_flight_bound, refuse, refuse_use
 from ms_zero.plan.parameters import (
     device_head_parameters,
     embedding_parameters,
@@ -15,6 +16,8 @@ from ms_zero.plan.parameters import (
 )
 from ms_zero.plan.recompute import RECOMPUTE_KINDS
 from ms_zero.plan.shapes import ModelShape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Layout:
 
     Args:
         seq_len: tokens of a sample.
+        engine: what runs it. With graph, MindSpore's AutoParallel cuts it; see ``plan.compiled``.
         pp: pipeline-parallel degree.
         tp: tensor-parallel degree.
         cp: context-parallel degree.
@@ -78,6 +82,7 @@ class Layout:
         microbatches: forward passes per optimizer step of one data-parallel rank.
         schedule: one of SCHEDULES; without effect when ``pp`` is 1.
         virtual_stages: model chunks per pipeline rank.
+        order: a schedule of one's own instead of ``schedule``; a stage of it is a model chunk.
         recompute: what is computed again in backward, one of RECOMPUTE_KINDS; see ``plan.recompute``.
         recompute_every: k of ``every_k``.
         recompute_budget: bytes that the layers may keep at the peak, of ``budget``.
@@ -103,6 +108,7 @@ class Layout:
     """
 
     seq_len: int
+    engine: Literal["eager", "graph"] = "eager"
     pp: int = 1
     tp: int = 1
     cp: int = 1
@@ -115,6 +121,7 @@ class Layout:
     microbatches: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    order: Schedule | None = None
     recompute: str = "none"
     recompute_every: int = 1
     recompute_budget: float = 0.0
@@ -163,9 +170,42 @@ class Layout:
         return self.zero_stage >= 2 if self.hsdp_level is None else self.hsdp_level >= 2
 
     @property
+    def passes_context(self) -> bool:
+        """Whether keys and values go round a ring while attention computes; they are gathered otherwise."""
+        return self.context == "ring" and self.engine == "eager"
+
+    @property
     def chunks(self) -> int:
-        """Model chunks; chunk c lives on pipeline rank c % pp."""
-        return self.pp * self.virtual_stages
+        """Model chunks."""
+        return self.pp * self.virtual_stages if self.order is None else self.order.num_stages
+
+    def rank_of(self, chunk: int) -> int:
+        """The pipeline rank of a model chunk: with published schedules chunk c is on rank c % pp."""
+        return chunk % self.pp if self.order is None else self.order.placement[chunk]
+
+    def on_rank(self, of_chunks: Sequence[T], rank: int) -> Sequence[T]:
+        """Of what each chunk has, that of the chunks of a pipeline rank."""
+        if self.order is None:
+            return of_chunks[rank :: self.pp]
+        return tuple(of_chunks[chunk] for chunk in self.order.stages_of(rank))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights wait, apart from those of inputs."""
+        if self.pp == 1:
+            return False
+        return self.schedule == "zb-h1" if self.order is None else self.order.splits_backward()
+
+    def in_flight(self, rank: int, *, until_weights: bool = True) -> tuple[int, ...]:
+        """Microbatches whose activations a pipeline rank holds at its peak, for each of its chunks.
+
+        ``until_weights``: what waits for the gradients of weights counts as held.
+        """
+        if self.order is not None:
+            return held_by_stage(self.order, rank, "W" if until_weights else "B")
+        if until_weights:
+            return in_flight(self.schedule, self.pp, rank, self.microbatches, self.virtual_stages)
+        return (in_flight_bound(self.schedule, rank, self.pp, self.microbatches),)
 
     @property
     def global_batch_size(self) -> int:
@@ -237,7 +277,10 @@ class Layout:
         return found
 
     def _bad_pipeline(self, shape: ModelShape) -> list[str]:
-        refusal = refuse(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        if self.order is not None:
+            refusal = refuse_use(self.order, self.pp, self.microbatches)
+        else:
+            refusal = refuse(self.schedule, self.pp, self.microbatches, self.virtual_stages)
         found = [refusal] if refusal and self.pp > 1 else []
         if self.virtual_stages > 1 and self.pp == 1:
             found.append("virtual stages need pp above 1")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ms_zero.errors import UserError
-from ms_zero.pipeline.schedule import in_flight_bound
 from ms_zero.plan.activations import (
     FUSED,
     LayerActivations,
@@ -26,7 +25,7 @@ from ms_zero.plan.activations import (
     packed_share,
     saved_ends_bytes,
 )
-from ms_zero.plan.layout import Layout, in_flight
+from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import (
     DeviceParameters,
     device_embedding_parameters,
@@ -177,11 +176,14 @@ class MemoryModel:
         return low * unit
 
     def _stages_of(self, layout: Layout) -> tuple[tuple[_Stage, ...], tuple[_Stage, ...]]:
-        """All stages, and the first of each kind: later ones of a kind hold no more microbatches."""
-        key = (layout.pp, layout.virtual_stages, layout.chunk_layers)
+        """All stages, and the first of each kind: later ones of a kind hold no more microbatches.
+
+        In a schedule of one's own they may, and every stage is a kind.
+        """
+        key = (layout.pp, layout.virtual_stages, layout.order, layout.chunk_layers)
         if key not in self._stages:
             stages = self._split(layout)
-            kinds = {stage[1:]: stage for stage in reversed(stages)}
+            kinds = {stage[1 if layout.order is None else 0 :]: stage for stage in reversed(stages)}
             self._stages[key] = (stages, tuple(kinds.values()))
         return self._stages[key]
 
@@ -191,17 +193,15 @@ class MemoryModel:
             layers = self.shape.layers_between(start, start + count)
             chunks.append(_Chunk(tuple((number, self._layers.index(layer)) for number, layer in layers)))
             start += count
-        last = layout.pp - 1
+        first, last = layout.rank_of(0), layout.rank_of(layout.chunks - 1)
         return tuple(
-            _Stage(rank, tuple(chunks[rank :: layout.pp]), rank == 0, rank == last)
+            _Stage(rank, tuple(layout.on_rank(chunks, rank)), rank == first, rank == last)
             for rank in range(layout.pp)
         )
 
     def _stage(self, layout: Layout, stage: _Stage) -> StageMemory:
         sizes = self._sizes(layout, stage)
-        held = in_flight(layout.schedule, layout.pp, stage.rank, layout.microbatches, layout.virtual_stages)
-        if layout.pp == 1:
-            held = (1,)
+        held = (1,) if layout.pp == 1 else layout.in_flight(stage.rank)
         states, host = state_bytes(layout, sizes.dense, sizes.experts)
         backward = self._backward(layout, stage, sizes, held, host)
         bucket = min(2 * layout.bucket_bytes, layout.precision.gradient * (sizes.dense + sizes.experts))
@@ -271,7 +271,7 @@ class MemoryModel:
     def _flow(self, layout: Layout, stage: _Stage, held: tuple[int, ...]) -> _Flow:
         """What flows through a stage; neither data parallelism nor offload changes it."""
         key = (stage, held, _flow_key(layout), layout.recompute, layout.recompute_every)
-        key += (_puts_off(layout),)
+        key += (_puts_off(layout), layout.order)
         if layout.recompute == "budget":
             key += (layout.recompute_budget,)
         if key not in self._flows:
@@ -289,7 +289,7 @@ class MemoryModel:
         rebuilt = max(rebuilt for _, rebuilt in chunks)
         kept = sum(count * kept for count, (kept, _) in zip(held, chunks, strict=True))
         if _puts_off(layout):
-            kept += self._waiting(layout, stage, held[0], chunks[0][0])
+            kept += self._waiting(layout, stage, held, [kept for kept, _ in chunks])
         return _Flow(
             kept=kept,
             largest_layer=max((layer.none for layer in layers), default=0.0),
@@ -336,18 +336,22 @@ class MemoryModel:
         ends = 2 * tokens * self.shape.hidden_size * layout.precision.activation
         return logits_bytes(self.shape.vocab_size, layout) + ends
 
-    def _waiting(self, layout: Layout, stage: _Stage, held: int, kept: float) -> float:
-        """What gradients of weights wait with, besides what a microbatch keeps anyway.
+    def _waiting(
+        self, layout: Layout, stage: _Stage, held: tuple[int, ...], kept: list[float]
+    ) -> float:
+        """What gradients of weights wait with, besides what a microbatch keeps anyway, by chunk.
 
         With recompute nothing is left to be rebuilt; and the head's wait with the gradient of the logits.
         """
-        flying = in_flight_bound(layout.schedule, stage.rank, layout.pp, layout.microbatches)
-        whole, _ = self._chunk(layout.replace(recompute="none"), stage.chunks[0], held)
-        more = (held - flying) * (whole - kept)
+        flying, more = layout.in_flight(stage.rank, until_weights=False), 0.0
+        plain = layout.replace(recompute="none")
+        for chunk, count, until_inputs, size in zip(stage.chunks, held, flying, kept, strict=True):
+            whole, _ = self._chunk(plain, chunk, count)
+            more += max(0, count - until_inputs) * (whole - size)
         if not stage.has_head:
             return more
         tokens = layout.micro_batch_size * layout.seq_len / layout.cp
-        return more + held * tokens * self.shape.vocab_size / layout.tp * layout.precision.activation
+        return more + held[-1] * tokens * self.shape.vocab_size / layout.tp * layout.precision.activation
 
     def _buckets(self, layout: Layout, sizes: _Sizes) -> float:
         """Buffers of the reductions, the ring of context parallelism and the pipeline."""
@@ -382,19 +386,22 @@ class MemoryModel:
 def _context_buffers(attention: Attention, layout: Layout) -> float:
     """Ring: blocks of K and V here and arriving; fp32 gradients of Q, of the own block, and of a passing one.
 
-    Ulysses: what an exchange sends and what arrives, of Q or the result, K and V.
+    Ulysses: what an exchange sends and what arrives, of Q or the result, K and V. The graph engine in place
+    of a ring: K and V of the whole sequence, and their gradients.
     """
     tokens, width = layout.micro_batch_size * layout.seq_len / layout.cp, layout.precision.activation
     queries = tokens * attention.q_size / layout.tp
     key_values = tokens * max((attention.k_size + attention.v_size) / layout.tp, 2 * attention.head_dim)
-    if layout.context == "ring":
+    if layout.passes_context:
         return 2 * width * key_values + 4 * (queries + 3 * key_values)
+    if layout.context == "ring":
+        return 2 * width * key_values * layout.cp
     return 2 * width * (2 * queries + max(key_values, tokens * 2 * attention.head_dim * layout.cp))
 
 
 def _puts_off(layout: Layout) -> bool:
     """Whether gradients of weights wait; what else they wait with is part of the activations."""
-    return layout.pp > 1 and layout.schedule == "zb-h1"
+    return layout.splits_backward
 
 
 def _flow_key(layout: Layout) -> tuple:

@@ -8,10 +8,11 @@ keys and values, and a norm of each compressed vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ms_zero.plan.shapes import Attention, Experts, LayerShape, Mlp, ModelShape, Norm
+from ms_zero.plan.shapes import Attention, Experts, Latent, LayerShape, Mlp, ModelShape, Norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +66,23 @@ def layer_parameters(layer: LayerShape, hidden_size: int, norm: Norm) -> LayerPa
     experts = layer.experts
     expert = 3 * hidden_size * experts.ffn_hidden_size if experts else 0
     return LayerParameters(
-        attention=_attention(layer.attention, hidden_size),
-        mlp=_mlp(layer.mlp, hidden_size) if layer.mlp else 0,
+        attention=_count(_attention_weights(layer.attention, hidden_size, 1)),
+        mlp=_count(_mlp_weights(layer.mlp, hidden_size, 1)) if layer.mlp else 0,
         experts=experts.num_experts * expert if experts else 0,
         active_experts=experts.top_k * expert if experts else 0,
-        shared=_shared(experts, hidden_size) if experts else 0,
-        router=_router(experts, hidden_size) if experts else 0,
+        shared=_count(_shared_weights(experts, hidden_size, 1)) if experts else 0,
+        router=_count(_router_weights(experts, hidden_size)) if experts else 0,
         norms=layer.norms * norm_parameters(norm, hidden_size),
     )
 
 
 def norm_parameters(norm: Norm, width: int) -> int:
     """Parameters of one norm."""
-    return {"layernorm": 2, "rmsnorm": 1, "none": 0}[norm] * width
+    return _norm_vectors(norm) * width
+
+
+def _norm_vectors(norm: Norm) -> int:
+    return {"layernorm": 2, "rmsnorm": 1, "none": 0}[norm]
 
 
 def embedding_parameters(shape: ModelShape) -> int:
@@ -116,6 +121,27 @@ def parameter_table(shape: ModelShape) -> tuple[Row, ...]:
     return (*rows, Row("norm and head", 1, head, head))
 
 
+class Weight(NamedTuple):
+    """A dense parameter on one device, before data-parallel sharding.
+
+    Attributes:
+        rows: its first dim.
+        columns: its other dim, 1 of a vector.
+        is_cut: whether tp cuts it; every tp rank has all of another one.
+        is_norm: whether it belongs to a norm.
+    """
+
+    rows: int
+    columns: int = 1
+    is_cut: bool = False
+    is_norm: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of the tensor."""
+        return self.rows * self.columns
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceParameters:
     """Parameters of one layer on one device, before data-parallel sharding.
@@ -141,19 +167,30 @@ def device_layer_parameters(
     routers, the down-projections of latent attention and the biases of row-split matrices are on every rank.
     With fewer key-value heads than tp each rank still holds one head.
     """
+    dense = _count(layer_weights(layer, hidden_size, norm, tp=tp))
     experts = layer.experts
-    dense = _device_attention(layer.attention, hidden_size, tp)
-    dense += layer.norms * norm_parameters(norm, hidden_size)
-    if layer.mlp:
-        biases = _up_matrices(layer.mlp) * layer.mlp.ffn_hidden_size // tp + hidden_size
-        matrices = (_up_matrices(layer.mlp) + 1) * hidden_size * layer.mlp.ffn_hidden_size // tp
-        dense += matrices + (biases if layer.mlp.bias else 0)
     if experts is None:
         return DeviceParameters(dense=dense, experts=0)
-    dense += _router(experts, hidden_size) + 3 * hidden_size * experts.shared_ffn_hidden_size // tp
-    dense += hidden_size if experts.shared_gate else 0
     routed = experts.num_experts // ep * 3 * hidden_size * experts.ffn_hidden_size // tp
     return DeviceParameters(dense=dense, experts=routed)
+
+
+def layer_weights(layer: LayerShape, hidden_size: int, norm: Norm, *, tp: int) -> Iterator[Weight]:
+    """Every parameter of a layer on a tp rank, but the routed experts."""
+    for _ in range(layer.norms):
+        yield from norm_weights(norm, hidden_size)
+    yield from _attention_weights(layer.attention, hidden_size, tp)
+    if layer.mlp:
+        yield from _mlp_weights(layer.mlp, hidden_size, tp)
+    if layer.experts:
+        yield from _router_weights(layer.experts, hidden_size)
+        yield from _shared_weights(layer.experts, hidden_size, tp)
+
+
+def norm_weights(norm: Norm, width: int) -> Iterator[Weight]:
+    """The vectors of one norm."""
+    for _ in range(_norm_vectors(norm)):
+        yield Weight(width, is_norm=True)
 
 
 def device_embedding_parameters(shape: ModelShape, *, tp: int) -> int:
@@ -170,54 +207,64 @@ def device_head_parameters(shape: ModelShape, *, tp: int, has_embedding: bool) -
     return own + norm + shape.other_parameters
 
 
-def _attention(attention: Attention, hidden_size: int) -> int:
-    return sum(_attention_parts(attention, hidden_size, tp=1))
-
-
-def _device_attention(attention: Attention, hidden_size: int, tp: int) -> int:
-    return sum(_attention_parts(attention, hidden_size, tp=tp))
-
-
-def _attention_parts(attention: Attention, hidden_size: int, *, tp: int) -> Iterator[int]:
-    """Sizes of the tensors of an attention block on one tp rank."""
+def _attention_weights(attention: Attention, hidden_size: int, tp: int) -> Iterator[Weight]:
     heads = attention.num_heads // tp
-    kv_heads = max(1, attention.num_kv_heads // tp)
     q_size, context = heads * attention.head_dim, heads * attention.value_head_dim
-    yield context * hidden_size
+    yield Weight(hidden_size, context, is_cut=True)
     if attention.out_bias:
-        yield hidden_size
-    latent = attention.latent
-    if latent is not None:
-        if latent.q_rank:
-            yield hidden_size * latent.q_rank + latent.q_rank
-        yield (latent.q_rank or hidden_size) * q_size
-        yield hidden_size * (latent.kv_rank + latent.rope_head_dim) + latent.kv_rank
-        yield latent.kv_rank * heads * (latent.nope_head_dim + attention.value_head_dim)
+        yield Weight(hidden_size)
+    if attention.latent is not None:
+        yield from _latent_weights(attention, attention.latent, hidden_size, heads)
         return
+    kv_heads = max(1, attention.num_kv_heads // tp)
     k_size, v_size = kv_heads * attention.head_dim, kv_heads * attention.value_head_dim
-    yield hidden_size * (q_size + k_size + v_size)
-    if attention.qkv_bias:
-        yield q_size + k_size + v_size
+    for size in (q_size, k_size, v_size):
+        yield Weight(size, hidden_size, is_cut=True)
+        if attention.qkv_bias:
+            yield Weight(size, is_cut=True)
     if attention.qk_norm == "head":
-        yield 2 * attention.head_dim
+        yield from 2 * (Weight(attention.head_dim, is_norm=True),)
     elif attention.qk_norm == "full":
-        yield q_size + k_size
+        yield from (Weight(size, is_cut=True, is_norm=True) for size in (q_size, k_size))
 
 
-def _up_matrices(mlp: Mlp) -> int:
-    return 2 if mlp.gated else 1
+def _latent_weights(
+    attention: Attention, latent: Latent, hidden_size: int, heads: int
+) -> Iterator[Weight]:
+    if latent.q_rank:
+        yield Weight(latent.q_rank, hidden_size)
+        yield Weight(latent.q_rank, is_norm=True)
+    yield Weight(heads * attention.head_dim, latent.q_rank or hidden_size, is_cut=True)
+    yield Weight(latent.kv_rank + latent.rope_head_dim, hidden_size)
+    yield Weight(latent.kv_rank, is_norm=True)
+    yield Weight(heads * (latent.nope_head_dim + attention.value_head_dim), latent.kv_rank, is_cut=True)
 
 
-def _mlp(mlp: Mlp, hidden_size: int) -> int:
-    ups = _up_matrices(mlp)
-    biases = ups * mlp.ffn_hidden_size + hidden_size if mlp.bias else 0
-    return (ups + 1) * hidden_size * mlp.ffn_hidden_size + biases
+def _mlp_weights(mlp: Mlp, hidden_size: int, tp: int) -> Iterator[Weight]:
+    width = mlp.ffn_hidden_size // tp
+    for _ in range(2 if mlp.gated else 1):
+        yield Weight(width, hidden_size, is_cut=True)
+        if mlp.bias:
+            yield Weight(width, is_cut=True)
+    yield Weight(hidden_size, width, is_cut=True)
+    if mlp.bias:
+        yield Weight(hidden_size)
 
 
-def _shared(experts: Experts, hidden_size: int) -> int:
-    gate = hidden_size if experts.shared_gate else 0
-    return 3 * hidden_size * experts.shared_ffn_hidden_size + gate
+def _router_weights(experts: Experts, hidden_size: int) -> Iterator[Weight]:
+    yield Weight(experts.num_experts, hidden_size)
+    if experts.router_bias:
+        yield Weight(experts.num_experts)
 
 
-def _router(experts: Experts, hidden_size: int) -> int:
-    return hidden_size * experts.num_experts + (experts.num_experts if experts.router_bias else 0)
+def _shared_weights(experts: Experts, hidden_size: int, tp: int) -> Iterator[Weight]:
+    width = experts.shared_ffn_hidden_size // tp
+    if width:
+        yield from 2 * (Weight(width, hidden_size, is_cut=True),)
+        yield Weight(hidden_size, width, is_cut=True)
+    if experts.shared_gate:
+        yield Weight(1, hidden_size)
+
+
+def _count(weights: Iterable[Weight]) -> int:
+    return sum(weight.elements for weight in weights)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
-from ms_zero.pipeline.balance import balance
-from ms_zero.pipeline.schedule import is_file
+from ms_zero.pipeline.balance import balance, even_split
+from ms_zero.pipeline.schedule import is_file, read_csv
 from ms_zero.plan.activations import kernels_of
 from ms_zero.plan.flops import head_flops, layer_flops
 from ms_zero.plan.layout import Layout, Precision, split_layers
@@ -26,17 +26,11 @@ def layout_of(config: RunConfig) -> Layout:
     """The layout that a run config describes.
 
     Raises:
-        UserError: the schedule is one from a file, which the planner has no formulas for.
+        UserError: the schedule is one from a file, and it cannot be read.
     """
-    schedule = config.parallel.schedule
-    if config.parallel.pp > 1 and is_file(schedule):
-        raise UserError(
-            f"parallel.schedule: the planner knows the published schedules only, not {schedule}: plan with "
-            f"one of them, such as parallel.schedule=1f1b"
-        )
     layout = _layout(config)
     is_default = config.parallel.stage_balance == "parameters" and not config.parallel.stage_layers
-    if config.parallel.pp == 1 or is_default:
+    if config.parallel.pp == 1 or (is_default and config.engine.kind == "eager"):
         return layout
     return layout.replace(chunk_layers=stage_layers(config, layout.chunks))
 
@@ -47,12 +41,14 @@ def stage_layers(config: RunConfig, num_stages: int) -> tuple[int, ...]:
     if parallel.stage_layers:
         return parallel.stage_layers
     if parallel.stage_balance == "parameters":
+        if config.engine.kind == "graph":
+            return even_split(shape.num_layers, num_stages)
         return split_layers(shape, num_stages)
     name, dtype = config.hardware.device, config.precision.compute
     device = None if name is None else load_device(name)
     if device is None or dtype not in device.peak_flops or device.memory_bandwidth is None:
         return _layers_by_arithmetic(shape, num_stages, config.data.seq_len)
-    layout = _layout(config).replace(schedule="1f1b", virtual_stages=1, pp=num_stages)
+    layout = _layout(config).replace(schedule="1f1b", virtual_stages=1, pp=num_stages, order=None)
     return TimeModel(shape, device, dtype).balanced_layers(layout)
 
 
@@ -66,10 +62,11 @@ def _layout(config: RunConfig) -> Layout:
     parallel, offload, memory = config.parallel, config.offload, config.memory
     precision = precision_of(config.precision, config.hardware.target)
     _, flash_attention = _kernels(config)
-    return Layout(
+    layout = Layout(
         seq_len=config.data.seq_len,
         pp=parallel.pp,
         schedule=parallel.schedule,
+        order=read_csv(Path(parallel.schedule)) if parallel.pp > 1 and is_file(parallel.schedule) else None,
         virtual_stages=parallel.virtual_stages if parallel.schedule == "interleaved" else 1,
         tp=parallel.tp,
         sequence_parallel=parallel.tp > 1 and parallel.sequence_parallel,
@@ -98,6 +95,25 @@ def _layout(config: RunConfig) -> Layout:
         sync_each_microbatch=parallel.sync_each_microbatch,
         precision=replace(precision, moments=0) if config.optim.kind == "sgd" else precision,
     )
+    return _compiled(layout) if config.engine.kind == "graph" else layout
+
+
+def _compiled(layout: Layout) -> Layout:
+    """The layout in the graph engine: fp32 weights are their own masters, and hsdp stands for ZeRO stages.
+
+    Weights travel in the width of the computation, but not to a single microbatch in stages 1 and 2.
+    """
+    precision, level = layout.precision, layout.zero_stage
+    casts_first = level == 3 or layout.microbatches > 1
+    precision = replace(
+        precision,
+        weight=4,
+        gathered=precision.activation if casts_first else 4,
+        gradient=4,
+        master=0,
+        reduce=4,
+    )
+    return layout.replace(engine="graph", hsdp_level=level or None, precision=precision)
 
 
 def precision_of(config: PrecisionConfig, target: str) -> Precision:

@@ -14,7 +14,7 @@ What is assumed to overlap, and what is not:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from ms_zero.pipeline.balance import balance
 from ms_zero.plan.activations import FUSED, layer_activations, packed_share
 from ms_zero.plan.efficiency import EFFICIENCY, Efficiency
 from ms_zero.plan.flops import shape_flops
-from ms_zero.plan.layout import Layout, in_flight
+from ms_zero.plan.layout import Layout
 from ms_zero.plan.network import Network, network_of
 from ms_zero.plan.parameters import (
     DeviceParameters,
@@ -38,6 +38,7 @@ from ms_zero.plan.pipeline import (
     PipelineSeconds,
     closed_form,
     pace_of,
+    simulated,
     simulated_by_name,
 )
 from ms_zero.plan.recompute import plan_recompute
@@ -107,18 +108,24 @@ class TimeModel:
         self._flops_of: dict[int, float] = {}
 
     def estimate(self, layout: Layout) -> TimeReport:
-        """Predict with the closed form of the pipeline."""
+        """Predict with the closed form of the pipeline; a schedule of one's own is simulated."""
+        if layout.order is not None:
+            return self.simulate(layout)
         hidden = self._hidden(layout)
         return self._report(layout, hidden, self._closed_form(layout, hidden), simulated=False)
 
     def step_seconds(self, layout: Layout) -> float:
         """Seconds of a step, as ``estimate`` predicts them; the search asks for nothing else."""
+        assert layout.order is None
         return self._step(layout, self._closed_form(layout, self._hidden(layout)))
 
     def simulate(self, layout: Layout) -> TimeReport:
         """Predict with the pipeline run event by event."""
         chunks, transfer = self.chunk_seconds(layout), self.transfer_seconds(layout)
-        run = simulated_by_name(layout.schedule, layout.pp, layout.microbatches, chunks, transfer)
+        if layout.order is None:
+            run = simulated_by_name(layout.schedule, layout.pp, layout.microbatches, chunks, transfer)
+        else:
+            run = simulated(layout.order, chunks, transfer)
         return self._report(layout, self._hidden(layout), run, simulated=True)
 
     def chunk_seconds(self, layout: Layout) -> tuple[ChunkSeconds, ...]:
@@ -180,13 +187,13 @@ class TimeModel:
     def _chunks(self, layout: Layout) -> _Chunks:
         key = (
             layout.pp, layout.virtual_stages, layout.chunk_layers, layout.recompute,
-            layout.recompute_every, layout.recompute_budget, _work_key(layout),
+            layout.recompute_every, layout.recompute_budget, layout.order, _work_key(layout),
         )  # fmt: skip
         if layout.recompute == "budget":
             key += (layout.schedule, layout.microbatches)
         if key not in self._chunks_of:
             works = self._chunk_works(layout, layout.layers_of_chunks(self.shape))
-            self._chunks_of[key] = _chunks(works, layout.pp)
+            self._chunks_of[key] = _chunks(works, layout)
         return self._chunks_of[key]
 
     def _chunk_works(self, layout: Layout, bounds: tuple[int, ...]) -> tuple[Work, ...]:
@@ -211,8 +218,7 @@ class TimeModel:
         """Microbatches in flight that a recompute budget is shared by; 0 without one."""
         if layout.recompute != "budget":
             return 0
-        rank = chunk % layout.pp
-        return max(in_flight(layout.schedule, layout.pp, rank, layout.microbatches, layout.virtual_stages))
+        return max(layout.in_flight(layout.rank_of(chunk)))
 
     def _kinds(
         self, layout: Layout, parts: tuple[tuple[int, LayerShape], ...], flying: int
@@ -290,11 +296,11 @@ class TimeModel:
         """Data parallelism of each chunk, and of each pipeline rank."""
         key = (
             layout.tp, layout.ep, layout.pp, layout.virtual_stages, layout.chunk_layers,
-            layout.shard_degree, layout.dp_replicate, layout.precision,
+            layout.shard_degree, layout.dp_replicate, layout.precision, layout.order,
         )  # fmt: skip
         if key not in self._exchanges_of:
             parameters = self.parameters(layout)
-            ranks = tuple(_sum_parameters(parameters[rank :: layout.pp]) for rank in range(layout.pp))
+            ranks = tuple(_sum_parameters(layout.on_rank(parameters, rank)) for rank in range(layout.pp))
             known = {held: self._exchange(layout, held) for held in {*parameters, *ranks}}
             self._exchanges_of[key] = tuple(
                 tuple(known[held] for held in parts) for parts in (parameters, ranks)
@@ -396,7 +402,7 @@ class TimeModel:
         experts = layout.expert_shard_degree if sharded else 1
         parameters = self.parameters(layout)
         return max(
-            sum(held.dense / dense + held.experts / experts for held in parameters[rank :: layout.pp])
+            sum(held.dense / dense + held.experts / experts for held in layout.on_rank(parameters, rank))
             for rank in range(layout.pp)
         )
 
@@ -419,7 +425,7 @@ class TimeModel:
     ) -> TimeReport:
         chunks, count = self._chunks(layout), layout.microbatches
         busy = chunks.busy.times(count)
-        own = () if hidden is None else hidden[chunks.busiest :: layout.pp]
+        own = () if hidden is None else layout.on_rank(hidden, chunks.busiest)
         every_dp = count * sum(each.forward_dp + each.backward_dp for each in own)
         every_offload = count * sum(each.forward_offload + each.backward_offload for each in own)
         once, update, moved = self._once(layout), self._update(layout), self._optimizer_transfers(layout)
@@ -466,7 +472,7 @@ def _work_key(layout: Layout) -> tuple:
     """All of a layout that changes the work of a layer."""
     return (
         layout.tp, layout.cp, layout.context, layout.ep, layout.micro_batch_size, layout.seq_len,
-        layout.sequence_parallel, layout.flash_attention, layout.precision,
+        layout.sequence_parallel, layout.flash_attention, layout.precision, layout.engine,
     )  # fmt: skip
 
 
@@ -505,11 +511,12 @@ def _exposed(seconds: float, hides: float, layers: float) -> float:
     return max(seconds / max(1.0, layers), seconds - hides)
 
 
-def _chunks(works: tuple[Work, ...], ranks: int) -> _Chunks:
+def _chunks(works: tuple[Work, ...], layout: Layout) -> _Chunks:
     seconds = tuple(
         ChunkSeconds(forward=w.forward.total, backward=w.backward.total, weight=w.weight.total) for w in works
     )
-    rank_works = tuple(_sum_works(works[rank::ranks]) for rank in range(ranks))
+    ranks = layout.pp
+    rank_works = tuple(_sum_works(layout.on_rank(works, rank)) for rank in range(ranks))
     totals = tuple(map(_total, rank_works))
     busiest = totals.index(max(totals))
     forward, backward, weight = rank_works[busiest]
@@ -528,7 +535,7 @@ def _sum_works(works: Iterable[Work]) -> Work:
     return total
 
 
-def _sum_parameters(parameters: tuple[DeviceParameters, ...]) -> DeviceParameters:
+def _sum_parameters(parameters: Sequence[DeviceParameters, ...]) -> DeviceParameters:
     return DeviceParameters(
         dense=sum(each.dense for each in parameters), experts=sum(each.experts for each in parameters)
     )

@@ -14,6 +14,8 @@ With b s tokens of width h, t = tp, c = cp, e = ep, N = dp:
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import device_layer_parameters
 from ms_zero.plan.shapes import Attention, ModelShape
@@ -35,6 +37,13 @@ def tensor_parallel_ends(tokens: float, hidden_size: int, degree: int) -> float:
 def context_parallel(tokens: float, key_value_size: int, degree: int) -> float:
     """Elements of one layer, as a ring; ``tokens`` of the whole sequence, ``key_value_size`` of K and V."""
     return 3 * tokens * key_value_size * (degree - 1) / degree
+
+
+def gathered_context(tokens: float, key_value_size: int, degree: int) -> float:
+    """Elements of one layer that gathers K and V of all ranks and scatters their gradients; see
+    `context_parallel`.
+    """
+    return 2 * tokens * key_value_size * (degree - 1) / degree
 
 
 def ulysses(tokens: float, sizes: float, degree: int) -> float:
@@ -101,12 +110,23 @@ def step_bytes(shape: ModelShape, layout: Layout, parameters: float) -> dict[str
     found = {axis: count * width * elements / layout.pp for axis, elements in sums.items()}
     found["cp"] = count * context / layout.pp
     split = layout.tp if layout.sequence_parallel else 1
-    borders = 2 * layout.virtual_stages if layout.pp > 1 else 0
+    borders = _borders(layout)
     found["pp"] = borders * count * width * pipeline(tokens, shape.hidden_size, split)
     experts = _device_experts(shape, layout)
     found["dp"] = _data_bytes(layout, parameters - experts, layout.shard_degree)
     found["dp"] += _data_bytes(layout, experts, layout.expert_shard_degree)
     return found
+
+
+def _borders(layout: Layout) -> int:
+    """Messages of a microbatch that a rank in the middle of the pipeline sends."""
+    if layout.pp == 1:
+        return 0
+    if layout.order is None:
+        return 2 * layout.virtual_stages
+    pairs = pairwise(layout.order.placement)
+    ends = [rank for pair in pairs if pair[0] != pair[1] for rank in pair]
+    return ends.count(layout.pp // 2)
 
 
 def _device_experts(shape: ModelShape, layout: Layout) -> float:

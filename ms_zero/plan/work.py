@@ -91,9 +91,9 @@ def layer_work(
     context = _context_seconds(layer, layout, tokens, network)
     ep = efficiency.imbalance * _expert_seconds(layer, shape, layout, tokens, network)
     backward_attention = attention * (_FUSED_ATTENTION_BACKWARD if layout.flash_attention else 2)
-    hidden = efficiency.cp_overlap if layout.context == "ring" else 0.0
-    # The gradients of K and V go round as well, in fp32; Ulysses exchanges as many gradients as values.
-    more = 1 + _FP32 / layout.precision.activation if layout.context == "ring" else 1.0
+    hidden = efficiency.cp_overlap if layout.passes_context else 0.0
+    # The gradients of K and V go round as well, in fp32; else as many gradients are exchanged as values.
+    more = 1 + _FP32 / layout.precision.activation if layout.passes_context else 1.0
     forward = Seconds(
         compute=products + attention + vector, tp=tp, ep=ep, cp=max(0.0, context - hidden * attention)
     )

@@ -111,3 +111,14 @@ def step_traffic(
     reduces = microbatches if (stage >= 2 if synchronise is None else synchronise) else 1
     gathers = {0: 0, 1: 1, 2: 1, 3: microbatches * (2 if reshard_after_forward else 1)}[stage]
     return StepTraffic(gathers, reduces, int(stage == 0), int(replicas > 1))
+
+
+def hsdp_traffic(level: int, microbatches: int, *, gathers_again: bool) -> StepTraffic:
+    """Collectives of a step with MindSpore's hsdp of level 1, 2 or 3; replicas are not counted.
+
+    Levels 1 and 2 keep what they gathered for all microbatches; level 3 gathers for every forward and, with
+    ``gathers_again``, for every backward. Gradients are scattered once a step, from level 2 on in every
+    microbatch.
+    """
+    gathers = microbatches * (2 if gathers_again else 1) if level == 3 else 1
+    return StepTraffic(gathers, microbatches if level >= 2 else 1, 0, 0)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from ms_zero.config import load_config
-from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
-from ms_zero.pipeline.schedule import Action, build, held_after, peak_in_flight, write_csv
+from ms_zero.pipeline.schedule import Action, Schedule, build, held_after, peak_in_flight, write_csv
 from ms_zero.plan.layout import FP32, MIXED, MIXED_FP32_GRADIENTS, Layout, in_flight, split_layers
 from ms_zero.plan.memory import MemoryModel
 from ms_zero.plan.models import load_model
 from ms_zero.plan.run import layout_of, memory_model_of, stage_layers
 from ms_zero.plan.shapes import from_config
 from ms_zero.plan.time import TimeModel
+from ms_zero.plan.traffic import step_bytes
 
 RUN = """
 include: [models/llama-tiny]
@@ -197,11 +197,41 @@ def test_the_planner_and_a_run_share_blocks_out_alike(tmp_path):
         assert planned == run and planned[0] > 6, hardware
 
 
-def test_a_schedule_from_a_file_cannot_be_planned(tmp_path):
-    path = tmp_path / "mine.csv"
-    write_csv(build("1f1b", 2, 5), path)
-    with pytest.raises(UserError, match=r"published schedules only, not .*mine\.csv"):
-        layers_of(tmp_path, f"schedule: {path}")
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_a_schedule_of_ones_own_is_planned_like_the_published_one(name, virtual):
+    shape, order = load_model("llama3.1-8b"), build(name, 4, 8, virtual)
+    options = {"recompute": "full", "dp_shard": 2, "zero_stage": 2}
+    known = Layout(seq_len=4096, pp=4, microbatches=8, schedule=name, virtual_stages=virtual, **options)
+    own = known.replace(schedule="mine.csv", virtual_stages=1, order=order)
+    assert own.violations(shape) == []
+    memory, time = MemoryModel(shape), TimeModel(shape, load_device("ascend-910b2"))
+    assert memory.report(own) == memory.report(known)
+    for mine, theirs in ((time.estimate(own), time.simulate(known)), (time.simulate(own),) * 2):
+        assert mine.causes() == pytest.approx(theirs.causes())
+    assert step_bytes(shape, own, 1.0) == step_bytes(shape, known, 1.0)
+    assert "is for 8 microbatches, the run has 4" in own.replace(microbatches=4).violations(shape)[0]
+
+
+def test_a_schedule_may_turn_back_on_the_last_rank(tmp_path):
+    # Two ranks, four stages, as a V: rank 0 has the first and the last one.
+    actions = {rank: [] for rank in (0, 1)}
+    for microbatch in range(2):
+        for kind, stages in (("F", range(4)), ("B", reversed(range(4)))):
+            for stage in stages:
+                actions[(0, 1, 1, 0)[stage]].append(Action(kind, stage, microbatch))
+    order = Schedule("v", 2, (0, 1, 1, 0), tuple(map(tuple, actions.values())))
+    write_csv(order, tmp_path / "v.csv")
+    more = "train: {steps: 1, micro_batch_size: 3, accumulation_steps: 2, output_dir: o}\n"
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{RUN.split('train:')[0]}{more}{PIPELINE % f'schedule: {tmp_path}/v.csv'}")
+    config = load_config(path, world_size=None, to_run=False).config
+    layout, shape = layout_of(config), from_config(config.model)
+    assert layout.chunks == 4 and [layout.rank_of(chunk) for chunk in range(4)] == [0, 1, 1, 0]
+    first, last = memory_model_of(config, "run").report(layout).stages
+    assert first.parameters > last.parameters and "logits" not in last.parts
+    # forward 0 to 1 and 1 to 0, and back
+    tokens = layout.micro_batch_size * layout.seq_len * layout.precision.activation
+    assert step_bytes(shape, layout, 0.0)["pp"] == 2 * 2 * tokens * shape.hidden_size
 
 
 def test_a_chunk_may_have_no_layers():

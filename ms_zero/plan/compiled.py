@@ -1,0 +1,211 @@
+"""What a rank of a pipeline stage sends and holds when MindSpore cuts the step (``engine: graph``).
+
+The eager engine's formulas with what the compiler does otherwise (2.10.0; compiled and counted, see
+``scripts/check_graph.py``):
+
+- a collective of the forward has its mirror image in backward: an all-reduce an all-reduce, a gather a
+  scatter; full recompute repeats those of a block but the last;
+- ``context: ring`` gathers keys and values, and scatters their gradients in 16 bits as well; Ulysses with tp
+  also exchanges over tp, since it numbers heads by cp first and projections by tp first;
+- every parameter is shared by all ranks that hold the same part of it: those of dp and cp, and of tp where
+  tp does not cut it. Level 1 to 3 of hsdp shard it over them, or over dp_shard x cp ranks when there are
+  replicas, if their number divides its first dim; replicas sum the shards of a step with microbatches, and
+  whole gradients without;
+- weights are gathered in the width of the computation, those of norms in fp32; without accumulation levels 1
+  and 2 gather them as they are, fp32.
+
+Sums of single numbers (the loss, the norm of the gradient) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ms_zero.plan.layout import Layout
+from ms_zero.plan.parameters import Weight, layer_weights, norm_weights
+from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
+from ms_zero.plan.traffic import gathered_context, pipeline, tensor_parallel, tensor_parallel_ends, ulysses
+from ms_zero.plan.zero import hsdp_traffic
+
+_FP32 = 4
+# Token ids and labels, int32.
+_TOKEN = 4
+
+
+def stage_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, float]:
+    """Bytes that a rank of a pipeline stage sends in an optimizer step, by what for.
+
+    "tp", "cp", "pp" and "dp" as in `ms_zero.plan.traffic.step_bytes`; "other": token ids, which every
+    data-parallel rank gathers to take its part of each microbatch.
+    """
+    layers = [found for chunk in _chunks(layout, stage) for found in _layers(shape, layout, chunk)]
+    count, ends = layout.microbatches, _end_bytes(shape, layout, stage)
+    return {
+        "tp": count * (sum(_tensor_bytes(shape, layout, *layer) for layer in layers) + ends),
+        "cp": count * sum(_context_bytes(layout, *layer) for layer in layers),
+        "pp": _pipeline_bytes(shape, layout, stage),
+        "dp": sum(_data_bytes(weight, layout, last) for weight, last in _weights(shape, layout, stage)),
+        "other": _input_bytes(layout, stage),
+    }
+
+
+def held_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, float]:
+    """Bytes of weights, summed gradients and moments that a rank of a pipeline stage holds between steps.
+
+    "gradients": the sums of microbatches; 0 without accumulation, where none outlive the step.
+    """
+    found = {"weights": 0.0, "gradients": 0.0, "moments": 0.0}
+    level, accumulates = layout.hsdp_level or 0, layout.pp > 1 or layout.microbatches > 1
+    for weight, _ in _weights(shape, layout, stage):
+        shards = _shards(weight, layout)
+        found["weights"] += _FP32 * weight.elements / shards
+        found["moments"] += layout.precision.moments * weight.elements / shards
+        found["gradients"] += accumulates * _FP32 * weight.elements / (shards if level >= 2 else 1)
+    return found
+
+
+def is_vocabulary_cut(vocab_size: int, tp: int) -> bool:
+    """Whether tp cuts the tables of tokens; else each tp rank works on rows of its own with whole tables."""
+    return vocab_size % tp == 0
+
+
+def _chunks(layout: Layout, stage: int) -> range:
+    return range(stage, layout.chunks, layout.pp)
+
+
+def _layers(shape: ModelShape, layout: Layout, chunk: int) -> Iterator[tuple[LayerShape, bool]]:
+    """The layers of a chunk, and whether their forward runs again."""
+    counts, every = layout.layers_of_chunks(shape), layout.recompute_every
+    full = {"full": 1, "every_k": every}.get(layout.recompute)
+    number = sum(counts[:chunk])
+    for count, layer in shape.layers_between(number, number + counts[chunk]):
+        for _ in range(count):
+            yield layer, full is not None and number % full == 0
+            number += 1
+
+
+def _tokens(layout: Layout) -> float:
+    """Rows of activations that a tensor-parallel group has together, in a microbatch."""
+    return layout.micro_batch_size * layout.seq_len / layout.cp
+
+
+def _tensor_bytes(shape: ModelShape, layout: Layout, layer: LayerShape, runs_again: bool) -> float:
+    """Of a layer, for a microbatch: four all-reduces, or as many pairs of a gather and a scatter.
+
+    The last product of a block does not run again, nor what sums it: one all-reduce of two, or one scatter.
+    """
+    elements = tensor_parallel(_tokens(layout), shape.hidden_size, layout.tp)
+    again = (3 if layout.sequence_parallel else 2) / 8 if runs_again else 0
+    sent = (1 + again) * elements * layout.precision.activation
+    if layout.cp > 1 and layout.context == "ulysses":
+        sent += _exchange_bytes(layer.attention, layout, layout.tp, runs_again)
+    return sent
+
+
+def _end_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
+    """Of the table of tokens, the head and the loss, for a microbatch; where tp cuts the vocabulary."""
+    if not is_vocabulary_cut(shape.vocab_size, layout.tp):
+        return 0.0
+    tokens, is_first, is_last = _tokens(layout), stage == 0, stage == layout.pp - 1
+    ends = tensor_parallel_ends(tokens, shape.hidden_size, layout.tp) * layout.precision.activation
+    # A gather before the head is the other half of the scatter after the table.
+    share = (is_first + is_last) / 2 if layout.sequence_parallel else is_first
+    return share * ends + is_last * _loss_bytes(layout)
+
+
+def _loss_bytes(layout: Layout) -> float:
+    """Maximum, sum and label's logit of each token, and the gradients of both sums.
+
+    A stage of a pipeline sums the logits of labels on no rank but the own one.
+    """
+    sums = 5 if layout.pp == 1 else 4
+    return sums * 2 * (layout.tp - 1) / layout.tp * _tokens(layout) * _FP32
+
+
+def _context_bytes(layout: Layout, layer: LayerShape, runs_again: bool) -> float:
+    """Of a layer, for a microbatch."""
+    attention = layer.attention
+    if layout.context == "ulysses":
+        return _exchange_bytes(attention, layout, layout.cp, runs_again)
+    keys = (attention.k_size + attention.v_size) / layout.tp
+    elements = gathered_context(_tokens(layout) * layout.cp, keys, layout.cp)
+    return (1 + runs_again / 2) * elements * layout.precision.activation
+
+
+def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_again: bool) -> float:
+    """Of queries, keys, values and the result, each exchanged by ``degree`` ranks, and of their gradients."""
+    sizes = attention.q_size + attention.k_size + attention.v_size + attention.context_size
+    elements = ulysses(_tokens(layout) * degree, sizes / layout.tp, degree)
+    return (1 + runs_again / 2) * elements * layout.precision.activation
+
+
+def _pipeline_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
+    """Forward from every chunk but the last, back from every chunk but the first; and a tied table."""
+    if layout.pp == 1:
+        return 0.0
+    borders = sum((chunk > 0) + (chunk < layout.chunks - 1) for chunk in _chunks(layout, stage))
+    split = layout.tp if layout.sequence_parallel else 1
+    width = layout.precision.activation
+    sent = borders * layout.microbatches * width * pipeline(_tokens(layout), shape.hidden_size, split)
+    if shape.tie_embeddings and stage in (0, layout.pp - 1):  # the table goes, its gradient comes back
+        sent += _table(shape, layout).elements * (_FP32 if stage == 0 else width)
+    return sent
+
+
+def _input_bytes(layout: Layout, stage: int) -> float:
+    if layout.pp == 1 and layout.microbatches == 1:
+        return 0.0
+    inputs = (stage == 0) + (stage == layout.pp - 1)
+    samples = layout.microbatches * layout.micro_batch_size * layout.dp
+    return inputs * samples * layout.seq_len * _TOKEN * (layout.dp - 1) / layout.dp
+
+
+# Weights and gradients
+
+
+def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[Weight, bool]]:
+    """Every parameter of a stage on a rank, and whether the step uses it last."""
+    if stage == 0:
+        yield _table(shape, layout), False
+        if shape.learned_positions:
+            yield Weight(shape.learned_positions, shape.hidden_size), False
+    for chunk in _chunks(layout, stage):
+        for layer, _ in _layers(shape, layout, chunk):
+            for weight in layer_weights(layer, shape.hidden_size, shape.norm, tp=layout.tp):
+                yield weight, False
+    if stage == layout.pp - 1:
+        yield from ((weight, False) for weight in norm_weights(shape.norm, shape.hidden_size))
+        if not shape.tie_embeddings:
+            yield _table(shape, layout), True
+
+
+def _table(shape: ModelShape, layout: Layout) -> Weight:
+    """Of tokens: in the embedding or the head."""
+    if is_vocabulary_cut(shape.vocab_size, layout.tp):
+        return Weight(shape.vocab_size // layout.tp, shape.hidden_size, is_cut=True)
+    return Weight(shape.vocab_size, shape.hidden_size)
+
+
+def _holders(weight: Weight, layout: Layout) -> int:
+    """Ranks with the same part of a parameter."""
+    return layout.dp * layout.cp * (1 if weight.is_cut else layout.tp)
+
+
+def _shards(weight: Weight, layout: Layout) -> int:
+    """Ranks that a parameter is sharded over; 1: it is not."""
+    if not layout.hsdp_level:
+        return 1
+    shards = layout.shard_degree if layout.dp_replicate > 1 else _holders(weight, layout)
+    return 1 if weight.rows % shards else shards
+
+
+def _data_bytes(weight: Weight, layout: Layout, used_last: bool) -> float:
+    """Of a parameter and its gradient in a step."""
+    holders, shards, count = _holders(weight, layout), _shards(weight, layout), layout.microbatches
+    if shards == 1:
+        return 2 * (holders - 1) / holders * weight.elements * _FP32
+    gathered = _FP32 if weight.is_norm else layout.precision.gathered
+    traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=count > 1 and not used_last)
+    sent = traffic.sent_bytes(weight.elements, shards, 1, weight=gathered, wire=_FP32, kept=_FP32)
+    replicas, summed = holders // shards, weight.elements / (shards if count > 1 else 1)
+    return sent + 2 * (replicas - 1) / replicas * summed * _FP32
