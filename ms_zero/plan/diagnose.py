@@ -98,10 +98,12 @@ def _changes(layout: Layout) -> Iterator[tuple[str, dict[str, object]]]:
         yield "memory.activations device", {"activation_offload": False, "activation_bits": None}
     if not layout.flash_attention:
         yield "fused attention", {"flash_attention": True}
-    if layout.dp * layout.cp > 1 and layout.hsdp_level is None:
+    is_compiled = layout.engine == "graph"
+    if layout.dp * layout.cp > 1 and (is_compiled or layout.hsdp_level is None):
         for stage in {0, 1, 2, 3} - {layout.zero_stage}:
-            yield f"parallel.zero_stage {stage}", {"zero_stage": stage, "parameter_offload": False}
-    if layout.optimizer_offload < 1:
+            level = {"hsdp_level": stage or None} if is_compiled else {}
+            yield f"parallel.zero_stage {stage}", {"zero_stage": stage, "parameter_offload": False, **level}
+    if layout.optimizer_offload < 1 and not is_compiled:
         yield "offload.optimizer cpu", {"optimizer_offload": 1.0}
     if layout.optimizer_offload > 0:
         yield "offload.optimizer none", {"optimizer_offload": 0.0}
