@@ -76,6 +76,15 @@ class Staged(nn.Cell):
         """Stages of the whole pipeline."""
         return self._num_stages
 
+    def uncalled(self) -> list[nn.Cell]:
+        """Cells of the plain model that a stage reaches through and does not call."""
+        chain, found = self._chain, dict[str, None]()
+        for path in (f"{chain.blocks}.", *chain.first, *chain.last):
+            names = path.split(".")
+            for depth in range(1, len(names)):
+                found[".".join(names[:depth])] = None
+        return [cell_at(self, path) for path in found]
+
     def construct(
         self,
         stage: int,

@@ -26,6 +26,7 @@ from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
 from ms_zero.parallel import Placements
 from ms_zero.pipeline import schedule as schedules
+from ms_zero.pipeline.stage import Staged
 from ms_zero.plan.run import stage_layers
 from ms_zero.plan.saved import Split, block_of, bytes_by_kind
 from ms_zero.plan.shapes import from_config
@@ -192,7 +193,10 @@ def build_sharded(
     """
     parallel = config.parallel
     working = policy.working(device_target())
-    blocks = wrap_blocks(model, leaves=True)
+    wrap = wrap_blocks(model, leaves=True)
+    if parallel.wrap != "block":
+        uncalled = model.uncalled() if isinstance(model, Staged) else ()
+        wrap = wrap_size(model, parallel.wrap_elements, uncalled=uncalled)
     return Sharded(
         model,
         placements.local_values(values),
@@ -213,7 +217,7 @@ def build_sharded(
         key_of=models.decay_names(model).__contains__,
         keep=bias_names(model).__contains__,
         scaler=build_scaler(config.precision),
-        wrap=blocks if parallel.wrap == "block" else wrap_size(model, parallel.wrap_elements),
+        wrap=wrap,
         placements=placements,
         part_of=part_of,
     )

@@ -131,6 +131,8 @@ _DATA = (
     (FP16, 2, 1, 3, (_PP,)),
     (BF16, 2, 1, 3, (_PP, *_zero(2))),
     (QWEN, 2, 1, 3, (_PP, "memory.recompute=full")),
+    (MIXTRAL, 8, 1, 4, ("parallel.pp=8",)),  # more stages than blocks
+    (DEEPSEEK, 4, 1, 4, ("parallel.pp=4", "parallel.schedule=interleaved", "parallel.virtual_stages=3")),
 )
 
 

@@ -46,6 +46,9 @@ _NAMES = MappingProxyType(
 )
 
 _INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
+_FOUR_CHUNKS = ("parallel.schedule=interleaved", "parallel.virtual_stages=4")
+_EMPTY_ENDS = "parallel.stage_layers=[0, 4, 0]"
+_ZB = "parallel.schedule=zb-h1"
 _RESHARD_LATE = ("memory.recompute=full", "parallel.reshard_after_forward=false")
 
 # (problem, world, pp, microbatches, further overrides)
@@ -54,8 +57,8 @@ _QUICK = (
     (LLAMA, 2, 2, 3, ("parallel.schedule=gpipe",)),
     (DROPOUT, 2, 2, 4, _INTERLEAVED),
     (TIED_LLAMA, 2, 2, 6, ("parallel.schedule=zb-h1",)),
-    (GPT, 4, 2, 3, ("parallel.zero_stage=3",)),
-    (UNTIED, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
+    (GPT, 4, 2, 3, ("parallel.zero_stage=3", "parallel.wrap=size", "parallel.wrap_elements=5000")),
+    (UNTIED, 4, 2, 2, ("parallel.zero_stage=2", *_FOUR_CHUNKS)),
     (FP16, 2, 2, 3, ()),
     (GPT, 3, 3, 2, ("parallel.stage_layers=[2, 0, 2]", "parallel.schedule=zb-h1")),
 )
@@ -100,11 +103,24 @@ _FURTHER = (
     (TIED_LLAMA, 4, 2, 3, ("parallel.tp=2", "parallel.sequence_parallel=true")),
     (TIED_LLAMA, 8, 2, 2, ("parallel.tp=2", "parallel.zero_stage=3")),
     (GPT, 8, 2, 2, ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.zero_stage=2")),
+    (GPT, 4, 2, 3, ("parallel.zero_stage=3",)),
+    (UNTIED, 4, 2, 2, ("parallel.zero_stage=2", *_INTERLEAVED)),
+    # More stages than the 4 blocks: some hold nothing and pass on what they get, also the first or last.
+    (GPT, 8, 8, 4, ()),
+    (TIED_LLAMA, 8, 8, 3, ("parallel.schedule=gpipe",)),
+    (DROPOUT, 8, 8, 4, ("parallel.schedule=zb-h1",)),
+    (DOCUMENTS, 4, 4, 4, _FOUR_CHUNKS),
+    (OVERFLOWING, 8, 8, 3, ("parallel.schedule=zb-h1",)),
+    (TIED_LLAMA, 4, 2, 2, ("parallel.zero_stage=3", *_FOUR_CHUNKS)),
+    (GPT, 2, 2, 4, ("memory.activations=host", *_FOUR_CHUNKS)),
+    *((TIED_LLAMA, 6, 3, 2, (f"parallel.zero_stage={stage}", _EMPTY_ENDS)) for stage in range(4)),
+    *((UNTIED, 6, 3, 2, (f"parallel.zero_stage={stage}", _EMPTY_ENDS, _ZB)) for stage in (0, 3)),
+    (LLAMA, 6, 3, 2, ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.stage_layers=[4, 0, 0]")),
 )
 
 
 def pipeline_cases(quick: bool) -> list[Case]:
-    """Two to four stages, all schedules, data and tensor parallelism, ZeRO 0 to 3, tied or not, 16 bits."""
+    """Two to eight stages, all schedules, data and tensor parallelism, ZeRO 0 to 3, tied or not, 16 bits."""
     chosen = _QUICK if quick else (*_QUICK, *_FURTHER)
     return [_case(*case) for case in chosen]
 

@@ -354,8 +354,9 @@ class Sharded:
         """Bytes that this rank holds now: "weights", "host_weights" and "gradients" in buckets,
         "unsharded" in windows.
         """
-        parts = [bucket.buffers() for bucket in self.all_buckets]
-        held = {kind: sum(part[kind] for part in parts) for kind in parts[0]}
+        held: Counter[str] = Counter(weights=0, host_weights=0)  # a stage may have no parameters
+        for bucket in self.all_buckets:
+            held.update(bucket.buffers())
         held["gradients"] = self._reducer.held_bytes()
         return {**held, "unsharded": self._windows.open_bytes()}
 

@@ -50,16 +50,25 @@ def wrap_classes(*classes: type[nn.Cell]) -> Wrap:
     return lambda path, cell: isinstance(cell, classes)
 
 
-def wrap_size(root: nn.Cell, min_elements: int) -> Wrap:
-    """Wrap bottom-up every cell that has at least ``min_elements`` parameter elements not yet wrapped."""
+def wrap_size(root: nn.Cell, min_elements: int, *, uncalled: Iterable[nn.Cell] = ()) -> Wrap:
+    """Wrap bottom-up every cell that has at least ``min_elements`` parameter elements not yet wrapped.
+
+    Args:
+        root: the model.
+        min_elements: of a unit.
+        uncalled: cells that only hold others, beside lists and dicts of cells: what is not called has no
+            window.
+    """
     chosen: set[int] = set()
     seen: set[int] = set()
+    holders = {id(root), *map(id, uncalled)}
 
     def visit(cell: nn.Cell) -> int:
         own = [param for param in _own_parameters(cell) if id(param) not in seen]
         seen.update(id(param) for param in own)
         numel = sum(prod(param.shape) for param in own) + sum(visit(child) for child in cell.cells())
-        if numel >= min_elements and cell is not root:
+        is_called = id(cell) not in holders and not isinstance(cell, nn.CellList | nn.CellDict)
+        if numel >= min_elements and is_called:
             chosen.add(id(cell))
             return 0
         return numel

@@ -18,6 +18,7 @@ from ms_zero.pipeline.balance import balance
 from ms_zero.pipeline.schedule import build, in_flight_bound
 from ms_zero.pipeline.stage import Chain, cell_at
 from ms_zero.plan.run import stage_layers
+from ms_zero.recipes.account import account
 from ms_zero.recipes.build import build_model
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
@@ -67,6 +68,7 @@ def shared_out(comm, path):
         "uneven": (*PIPE, zero, "parallel.stage_layers=[4, 0]"),
         "interleaved": (*INTERLEAVED, zero),
         "folded": (*PIPE, zero, f"parallel.schedule={path}"),
+        "empty": ("parallel.pp=4", zero, "parallel.stage_layers=[2, 0, 2, 0]"),  # rank 1 has no parameter
     }
     found = {}
     for name, layout in layouts.items():
@@ -76,13 +78,18 @@ def shared_out(comm, path):
         steps.append(trainer.step())
         sent = comm.counters.total_bytes(op="reduce_scatter")
         found[name] = [[[step.loss, step.grad_norm] for step in steps], sent]
-    return found
+    engine = trainer.engine  # of the last one
+    held = account(engine.sharded, engine.optimizer, sent=0, num_microbatches=8)
+    return {**found, "held": [held.held, held.held_theory, len(list(engine.state_shards()))]}
 
 
 def test_however_blocks_are_shared_out_numbers_and_reductions_are_the_same(tmp_path):
     path = tmp_path / "folded.csv"
     path.write_text(FOLDED)
     for rank, found in enumerate(run_workers(4, shared_out, str(path), timeout_s=200)):
+        held, theory, num_shards = found.pop("held")
+        assert held == pytest.approx(theory, rel=0.02)
+        assert (held == 0) == (num_shards == 0) == (rank == 1)
         numbers = [values for values, _ in found.values()]
         np.testing.assert_allclose(numbers, np.broadcast_to(numbers[0], np.shape(numbers)), rtol=2e-6)
         # A chunk is reduced when it was visited, not whenever any of its rank was.

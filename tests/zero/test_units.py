@@ -136,7 +136,18 @@ def test_wrapping_by_size_collects_bottom_up():
     model = Stack([Block(nn.Dense(WIDTH, WIDTH)), Block()])
     # A dense layer has 20 elements, the first block 36 and the second 16.
     assert set(units(model, wrap_size(model, 36))) == {"the root", "blocks.0"}
-    assert set(units(model, wrap_size(model, 20))) == {"the root", "first", "blocks.0.inside", "blocks"}
+    assert set(units(model, wrap_size(model, 20))) == {"the root", "first", "blocks.0.inside"}
+
+
+def test_what_is_not_called_is_no_unit():
+    """A list of cells has no window, nor a cell whose children others call."""
+    model = Stack([Block(), Block()])
+    assert set(units(model, wrap_size(model, 17))) == {"the root", "first"}  # the list has 32 elements
+    assert set(units(model, wrap_size(model, 16, uncalled=[model.blocks[0]]))) == {
+        "the root",
+        "first",
+        "blocks.1",
+    }
 
 
 def test_parameters_can_be_left_out():
