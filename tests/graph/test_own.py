@@ -155,13 +155,14 @@ def test_a_function_that_builds_something_else_is_told():
         graph.own.build_inspected(f"{FILE}:nothing", {})
 
 
-def test_one_rank_trains_on_cpu_whatever_the_microbatches():
+def test_one_rank_trains_on_cpu():
     _compat.launch_blocking()
     ids = Tensor(np.arange(16, dtype=np.int32))
     target = Tensor(np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
-    losses = []
-    for microbatches in (1, 4):
-        step = build(microbatches=microbatches, clip_norm=1.0, optimizer="adamw")
-        losses.append([step(ids, target, lr=0.01, weight=1 / 16)[0].loss for _ in range(4)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0][-1] < losses[0][0]
+    step = build(microbatches=2, clip_norm=1.0)
+    first = float(step.network(ids, target).asnumpy()) / 16
+    results = [step(ids, target, lr=0.1, weight=1 / 16) for _ in range(4)]
+    losses = [summary.loss for summary, _ in results]
+    assert losses[0] == pytest.approx(first, rel=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    assert all(decision.finite and decision.norm > 0 for _, decision in results)
