@@ -17,6 +17,7 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         value: the value of a dotted key; None where the chosen family has no such key.
     """
     yield from _pipeline_problems(value)
+    yield from _context_problems(value)
     stage = value("parallel.zero_stage")
     if value("parallel.sync_each_microbatch") != (stage >= 2):
         message = f"hsdp reduces in every microbatch in stages 2 and 3 and once a step below ({stage} here)"
@@ -42,3 +43,18 @@ def _pipeline_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]
     if stage > 0 and value("model.tie_embeddings"):
         message = "MindSpore 2.10.0 does not sum the gradients of a table that stages share"
         yield "model.tie_embeddings", f"{message}; set it to false, or zero_stage {stage} to 0"
+
+
+def _context_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    degree = value("parallel.cp")
+    if degree == 1:
+        return
+    if value("train.micro_batch_size") > 1:
+        message = "with parallel.cp the graph engine takes one sample at a time on each rank; set it to 1"
+        yield "train.micro_batch_size", message
+    if value("precision.compute") == "fp32":
+        yield "precision.compute", "attention over ranks takes 16 bits; use bf16 or fp16"
+    kv_heads, tp = value("model.num_kv_heads"), value("parallel.tp")
+    if value("parallel.context") == "ulysses" and isinstance(kv_heads, int) and kv_heads % (tp * degree):
+        message = f"Ulysses of the graph engine gives each rank key-value heads of its own, and {tp * degree}"
+        yield "parallel.cp", f"{message} ranks do not divide {kv_heads}; use a divisor, or the ring"

@@ -1,11 +1,12 @@
 """From a run's configuration to the graph engine."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mindspore import nn
 
-from ms_zero.comm import Communicator, ProcessMesh
+from ms_zero.comm import Communicator, Group, ProcessMesh
 from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.graph.compiled import CompiledEngine, CompiledStep
@@ -13,6 +14,7 @@ from ms_zero.graph.engine import GraphEngine
 from ms_zero.graph.network import LossNetwork
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.precision import compute_in
+from ms_zero.graph.ring import ring_order
 from ms_zero.graph.step import GraphStep
 from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
 from ms_zero.graph.train import batch_extras, build_train_cell, build_update, trained_parameters
@@ -85,12 +87,15 @@ def build_compiled_engine(
         UserError: something that AutoParallel does not do.
     """
     initialise(model, config.train.seed)
-    step = auto_parallel_step(config, model, pmesh.comm, scaler=scaler, schedule=schedule, folder=folder)
-    train, group = config.train, pmesh.group(*_DATA_AXES)
+    train, group, ring = config.train, pmesh.group(*_DATA_AXES), pmesh.group("cp")
+    parts = {"scaler": scaler, "schedule": schedule, "folder": folder}
+    step = auto_parallel_step(config, model, pmesh.comm, ring=ring, **parts)
     step.prepare(train.micro_batch_size * train.accumulation_steps, config.data.seq_len)
     notes = _notes(config.precision.compute, 1)
     notes += ["engine graph: MindSpore's AutoParallel cuts this run; that has not been tried on a device"]
-    return CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes)
+    degree = ring.size if config.parallel.context == "ring" else 1
+    order = partial(ring_order, degree=degree)
+    return CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes, order=order)
 
 
 def auto_parallel_step(
@@ -101,9 +106,14 @@ def auto_parallel_step(
     scaler: LossScaler,
     schedule: Callable[[int], float],
     folder: Path,
+    ring: Group | None = None,
 ) -> CompiledStep:
-    """The step of such a run, not compiled yet; arguments as for :func:`build_compiled_engine`."""
-    options, optim = options_of(config), config.optim
+    """The step of such a run, not compiled yet; arguments as for :func:`build_compiled_engine`.
+
+    ``ring``: this rank's group of cp ranks. With several and ``context: ring`` the tokens of a sample are to
+    come in the order of `ms_zero.graph.ring.ring_order`.
+    """
+    options, optim = options_of(config, ring=ring), config.optim
     twin = sharded_model(model, config.model, options.grid, DTYPES[config.precision.compute])
     place_blocks(twin, options)
     loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)

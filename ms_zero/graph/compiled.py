@@ -169,10 +169,22 @@ class CompiledEngine(GraphEngine):
         group: Group,
         resets: DocumentResets = NO_RESETS,
         notes: Sequence[str] = (),
+        order: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        """Join the parts; see `GraphEngine`. ``comm``: of the job."""
+        """Join the parts; see `GraphEngine`.
+
+        Args:
+            model: see there, as for ``step``, ``group``, ``resets`` and ``notes``.
+            step: of the model or its twin.
+            comm: of the job.
+            group: the ranks that see different data.
+            resets: what restarts where a document begins.
+            notes: for the log.
+            order: length of a sample -> where its tokens are, in the order in which ``step`` wants them;
+                None: their own.
+        """
         super().__init__(model, step, group=group, resets=resets, notes=notes)
-        self._comm, self._compiled = comm, step
+        self._comm, self._compiled, self._order = comm, step, order
 
     def loss_sum(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
@@ -207,6 +219,15 @@ class CompiledEngine(GraphEngine):
         for name, param in tensors.items():
             if param.name in boxes:
                 param.set_data(Tensor(checkpoint.read(_shard(name, boxes[param.name])).reshape(param.shape)))
+
+    def _batch(
+        self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None
+    ) -> list[Tensor]:
+        batch = super()._batch(input_ids, labels, document_starts)
+        if self._order is None:
+            return batch
+        order = self._order(input_ids.shape[1])
+        return [Tensor(array.asnumpy()[:, order]) for array in batch]
 
     def _boxes(self) -> dict[str, Box]:
         """Parameter name -> what this rank holds of it; without an entry nothing (another stage has it)."""

@@ -14,15 +14,17 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common.initializer import initializer
+from mindspore.communication import create_group, get_rank
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_zero import models
-from ms_zero.config import GPTConfig, LlamaConfig, RunConfig, load_config
+from ms_zero.comm import Group
+from ms_zero.config import GPTConfig, LlamaConfig, ParallelConfig, RunConfig, load_config
 from ms_zero.errors import UserError
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
 from ms_zero.graph.train import build_train_cell
-from ms_zero.mesh import AXES
+from ms_zero.mesh import AXES, Mesh
 
 _DTYPES = {"fp32": ms.float32, "fp16": ms.float16, "bf16": ms.bfloat16}
 _FAMILIES = {"gpt": models.GPT, "llama": models.Llama}
@@ -51,7 +53,7 @@ def build_config(
             f"graph: there are no strategies for models of family {config.model.family}: expected one of "
             f"{', '.join(_FAMILIES)}"
         )
-    options = options_of(config, scheduler)
+    options = options_of(config, scheduler, declared_ring(config.parallel))
     dtype = _DTYPES[config.precision.compute]
     plain = declared_model(config.model)
     twin = sharded_model(plain, config.model, options.grid, dtype)
@@ -65,6 +67,17 @@ def build_config(
     inputs = tuple(Tensor(np.zeros(shape, np.int32)) for _ in range(2 + len(parts.extras)))
     mesh = {axis: getattr(config.parallel, axis) for axis in AXES}
     return cell, inputs, {"parameters": parameter_shapes(plain), "mesh": mesh}
+
+
+def declared_ring(parallel: ParallelConfig) -> Group | None:
+    """The cp ranks of this process, which has taken the place of a rank; None where there is no other."""
+    if parallel.cp == 1:
+        return None
+    mesh, rank = Mesh(**{axis: getattr(parallel, axis) for axis in AXES}), get_rank()
+    ranks = mesh.members(rank, ("cp",))
+    name = f"cp of {ranks}"
+    create_group(name, list(ranks))
+    return Group("cp", ranks, ranks.index(rank), name)
 
 
 def declared_model(config: GPTConfig | LlamaConfig) -> nn.Cell:

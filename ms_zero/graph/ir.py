@@ -78,6 +78,7 @@ class Operation:
         parameter: whose gradient or weight, where the graph says it.
         fusion: number that operations share which are joined; 0: none.
         times: how often it runs in a step.
+        to_one: whether one other rank gets all that is sent.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Operation:
     parameter: str | None
     fusion: int
     times: int = 1
+    to_one: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -102,7 +104,7 @@ class Operation:
             return 2 * share * self.sent.bytes
         if self.name == "AllGather":
             return share * self.received.bytes
-        if self.name == "Send":
+        if self.name == "Send" or self.to_one:
             return float(self.sent.bytes)
         if self.name in ("Receive", "Barrier") or self.sent is None:
             return 0.0
@@ -244,11 +246,19 @@ def _operation(node: _Node, times: int) -> Operation:
         parameter=parameter.removeprefix("CR_") if parameter else None,
         fusion=int(fusion or 0),
         times=times,
+        to_one=node.name == "AlltoAllV" and _numbers_sent(node.head) == 1,
     )
 
 
+def _numbers_sent(head: str) -> int:
+    """To how many ranks an AlltoAllV sends something."""
+    counts = re.search(r"AlltoAllV\(%\d+, \(((?:I64\(\d+\)(?:, )?)+)\)", head)
+    return 0 if counts is None else len(re.findall(r"I64\([1-9]", counts.group(1)))
+
+
 def _ranks(head: str) -> tuple[int, ...]:
-    names = ("group_rank_ids", "rank_list")
+    # The compiler writes down all ranks for a group that it has not made.
+    names = ("ms_zero_ranks", "group_rank_ids", "rank_list")
     found = next(filter(None, (_attribute(head, rf"{name}: \(([\d, ]*)\)") for name in names)), None)
     return tuple(int(rank) for rank in (found or "").split(",") if rank.strip())
 
@@ -270,7 +280,9 @@ def _role(node: _Node, instance: str) -> Role:
 def _phase(node: _Node) -> Phase:
     if _is_recomputed(node.head):
         return "recompute"
-    return "backward" if node.scope.startswith("Gradients/") else "forward"
+    # Of a gradient that a cell defines itself the scope says nothing.
+    is_back = node.scope.startswith("Gradients/") or 'ms_zero_phase: "backward"' in node.head
+    return "backward" if is_back else "forward"
 
 
 def _is_recomputed(head: str) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
+from ms_zero.comm import Group
 from ms_zero.config import RunConfig
 from ms_zero.config.auto_parallel import SCHEDULES, problems
 from ms_zero.errors import UserError
@@ -81,12 +82,12 @@ class Options:
     speed_up: Mapping[str, Any]
 
 
-def options_of(config: RunConfig, scheduler: str | None = None) -> Options:
+def options_of(config: RunConfig, scheduler: str | None = None, ring: Group | None = None) -> Options:
     """What a config asks of AutoParallel.
 
     ``scheduler``: "zero_bubble_v", an order of MindSpore that no key of a config names: two chunks a stage,
     the second ones in reverse, so that the model begins and ends on stage 0. For ``parallel.schedule:
-    interleaved`` with two virtual stages.
+    interleaved`` with two virtual stages. ``ring``: this rank's group of cp ranks.
 
     Raises:
         UserError: something that this engine does not do.
@@ -97,8 +98,8 @@ def options_of(config: RunConfig, scheduler: str | None = None) -> Options:
         cp=parallel.cp,
         tp=parallel.tp,
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
-        # MindSpore's own ring is left out: whether its masks are causal shows on a device only.
-        context="ulysses" if parallel.context == "ulysses" else "gather",
+        context=parallel.context,
+        ring=ring,
     )
     _check(config)
     return Options(
@@ -117,7 +118,7 @@ def _check(config: RunConfig) -> None:
     """Refuse what would silently be something else."""
     for path, message in problems(partial(_value, config)):
         raise UserError(f"graph: {path}: {message}")
-    for holds, message in (*_parallel_problems(config), *_other_problems(config)):
+    for holds, message in _other_problems(config):
         if holds:
             raise UserError(f"graph: {message}")
 
@@ -125,19 +126,6 @@ def _check(config: RunConfig) -> None:
 def _value(config: RunConfig, path: str) -> Any:
     section, key = path.split(".")
     return getattr(getattr(config, section), key, None)
-
-
-def _parallel_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    parallel = config.parallel
-    yield (
-        parallel.cp > 1 and config.train.micro_batch_size > 1,
-        f"train.micro_batch_size {config.train.micro_batch_size}: with parallel.cp the graph engine takes "
-        "one sample at a time on each rank: set it to 1",
-    )
-    yield (
-        parallel.cp > 1 and config.precision.compute == "fp32",
-        "precision.compute fp32 with parallel.cp: attention over ranks takes 16 bits: use bf16 or fp16",
-    )
 
 
 def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:

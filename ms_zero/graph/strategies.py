@@ -26,17 +26,16 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import FlashAttentionScore, RmsNorm
 from mindspore.parallel import Layout
 
+from ms_zero.comm import Group
 from ms_zero.config import GPTConfig, LlamaConfig
 from ms_zero.errors import UserError
+from ms_zero.graph.ring import LEFT_UP_CAUSAL, RingAttention, causal_mask, ring_order
 from ms_zero.models.gpt import GPT, GPTAttention, GPTBlock
 from ms_zero.models.layers import Embedding, LayerNorm, Linear, RMSNorm, name_parameters_by_path
 from ms_zero.models.llama import Llama, LlamaAttention, LlamaLayer
 
-ContextKind = Literal["gather", "ulysses"]
+ContextKind = Literal["ring", "ulysses"]
 _MASKED = -30000.0
-# The compressed causal mask that FlashAttentionScore takes whatever the sequence length.
-_FLASH_MASK_SIZE = 2048
-_LEFT_UP_CAUSAL = 2
 _ROWS = ("dp", "cp")
 
 
@@ -49,15 +48,17 @@ class Grid:
         cp: ranks with different parts of a sequence.
         tp: ranks with different parts of the weights.
         sequence_parallel: whether tp cuts the rows of activations between the regions of tensor parallelism.
-        context: how attention gets the keys and values of other cp ranks: "gather" all of them; "ulysses":
-            each rank attends to all tokens with some of the heads.
+        context: how attention gets the keys and values of other cp ranks: "ring": block after block;
+            "ulysses": each rank attends to all tokens with some of the heads.
+        ring: this rank's group of cp ranks, for a ring.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     sequence_parallel: bool = False
-    context: ContextKind = "gather"
+    context: ContextKind = "ring"
+    ring: Group | None = None
 
     def layout(self, *cuts: str | tuple[str, ...]) -> Layout:
         """A tensor's layout: for each dim the axes that cut it, "None" for none."""
@@ -67,6 +68,15 @@ class Grid:
     def rows(self) -> tuple[str, ...]:
         """Axes that cut the rows of activations between regions."""
         return (*_ROWS, "tp") if self.sequence_parallel and self.tp > 1 else _ROWS
+
+    @property
+    def passes_blocks(self) -> bool:
+        """Whether samples are in the order of a ring, `ms_zero.graph.ring.ring_order`."""
+        return self.cp > 1 and self.context == "ring"
+
+    def positions(self, length: int) -> np.ndarray:
+        """Positions of a sample's tokens in the order in which the devices share them, int32."""
+        return ring_order(length, self.cp if self.passes_blocks else 1)
 
     def parts(self, cuts: str | tuple[str, ...]) -> int:
         """Into how many parts axes cut."""
@@ -173,24 +183,15 @@ class FlashAttention(nn.Cell):
             head_num=num_heads,
             scale_value=1.0 / math.sqrt(head_dim),
             input_layout="BSND",
-            sparse_mode=_LEFT_UP_CAUSAL,
+            sparse_mode=LEFT_UP_CAUSAL,
         )
-        self.flash.shard((*_attention_layouts(grid), (1, 1)))
-        mask = np.triu(np.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), np.uint8), 1)
-        self.mask = Tensor(mask)
+        heads = (grid.dp, 1, grid.cp * grid.tp, 1)  # Ulysses, where there are cp ranks
+        self.flash.shard((heads, heads, heads, (1, 1)))
+        self.mask = causal_mask()
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return [B, T, H, D]."""
         return self.flash(q, k, v, None, None, None, self.mask)[3]
-
-
-def _attention_layouts(grid: Grid) -> tuple[tuple[int, ...], ...]:
-    """Strategies of queries, keys and values [B, T, heads, D]."""
-    if grid.context == "ulysses":
-        heads = (grid.dp, 1, grid.cp * grid.tp, 1)
-        return heads, heads, heads
-    keys = (grid.dp, 1, grid.tp, 1)
-    return (grid.dp, grid.cp, grid.tp, 1), keys, keys
 
 
 class ProductAttention(nn.Cell):
@@ -267,7 +268,9 @@ class Attention(nn.Cell):
             self.q_norm = HeadNorm(plain.q_norm, norm_eps, grid, dtype)
             self.k_norm = HeadNorm(plain.k_norm, norm_eps, grid, dtype)
         self.rotary = Rotary(grid)
-        if dtype == ms.float32:
+        if grid.passes_blocks:
+            self.attention = RingAttention(num_heads, head_dim, grid)
+        elif dtype == ms.float32:
             self.attention = ProductAttention(num_heads, num_kv_heads, head_dim, grid)
         else:
             self.attention = FlashAttention(num_heads, head_dim, grid)
@@ -462,17 +465,18 @@ class PositionRows(nn.Cell):
         self.weight, self.parameter_rules, self.dtype = plain.weight, plain.parameter_rules, dtype
         rows = grid.parts(grid.rows)
         self.gather, self.cast = ops.Gather().shard(((1, 1), (rows,))), ops.Cast()
-        self.most, self.indices = plain.weight.shape[0], ms.constexpr(_tiled_positions)
+        self.most = plain.weight.shape[0]
+
+        def indices(batch: int, length: int, most: int) -> Tensor:
+            if length > most:
+                raise UserError(f"model: a sequence of {length} tokens exceeds max_seq_len {most}")
+            return Tensor(np.tile(grid.positions(length), batch))
+
+        self.indices = ms.constexpr(indices)
 
     def construct(self, shape: tuple[int, int]) -> Tensor:
         """Return [B T, H] for shape (B, T)."""
         return self.gather(self.cast(self.weight, self.dtype), self.indices(shape[0], shape[1], self.most), 0)
-
-
-def _tiled_positions(batch: int, length: int, most: int) -> Tensor:
-    if length > most:
-        raise UserError(f"model: a sequence of {length} tokens exceeds max_seq_len {most}")
-    return Tensor(np.tile(np.arange(length, dtype=np.int32), batch))
 
 
 class Head(nn.Cell):
@@ -565,7 +569,13 @@ class ShardedLlamaModel(nn.Cell):
     ) -> None:
         super().__init__()
         self.embed_tokens = TokenRows(plain.embed_tokens, grid, dtype)
-        self.rotary_emb, self.reshape, self.dtype = plain.rotary_emb, ops.Reshape(), dtype
+        self.reshape, self.dtype = ops.Reshape(), dtype
+        tables = plain.rotary_emb.table
+
+        def table(length: int, is_cos: bool) -> Tensor:
+            return Tensor(tables(length, is_cos).asnumpy()[grid.positions(length)])
+
+        self.table = ms.constexpr(table)
         layers = [
             ShardedLlamaLayer(layer, num_heads, num_kv_heads, eps, grid, dtype) for layer in plain.layers
         ]
@@ -575,7 +585,7 @@ class ShardedLlamaModel(nn.Cell):
     def construct(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Map int32 ids [B, T] to [B T, H], and return the table of tokens."""
         shape = input_ids.shape
-        cos, sin = self.rotary_emb(input_ids)
+        cos, sin = self.table(shape[1], True), self.table(shape[1], False)
         cos = self.reshape(cos.astype(self.dtype), (1, shape[1], 1, -1))
         sin = self.reshape(sin.astype(self.dtype), (1, shape[1], 1, -1))
         x, table = self.embed_tokens(self.reshape(input_ids, (-1,)))

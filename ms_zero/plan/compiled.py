@@ -5,8 +5,7 @@ The eager engine's formulas with what the compiler does otherwise (2.10.0; compi
 
 - a collective of the forward has its mirror image in backward: an all-reduce an all-reduce, a gather a
   scatter; full recompute repeats those of a block but the last;
-- ``context: ring`` gathers keys and values, and scatters their gradients in 16 bits as well; Ulysses with tp
-  also exchanges over tp, since it numbers heads by cp first and projections by tp first;
+- Ulysses with tp also exchanges over tp, since it numbers heads by cp first and projections by tp first;
 - every parameter is shared by all ranks that hold the same part of it: those of dp and cp, and of tp where
   tp does not cut it. Level 1 to 3 of hsdp shard it over them, or over dp_shard x cp ranks when there are
   replicas, if their number divides its first dim; replicas sum the shards of a step with microbatches, and
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import Weight, layer_weights, norm_weights
 from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
-from ms_zero.plan.traffic import gathered_context, pipeline, tensor_parallel, tensor_parallel_ends, ulysses
+from ms_zero.plan.traffic import context_parallel, pipeline, tensor_parallel, tensor_parallel_ends, ulysses
 from ms_zero.plan.zero import hsdp_traffic
 
 _FP32 = 4
@@ -128,8 +127,8 @@ def _context_bytes(layout: Layout, layer: LayerShape, runs_again: bool) -> float
     if layout.context == "ulysses":
         return _exchange_bytes(attention, layout, layout.cp, runs_again)
     keys = (attention.k_size + attention.v_size) / layout.tp
-    elements = gathered_context(_tokens(layout) * layout.cp, keys, layout.cp)
-    return (1 + runs_again / 2) * elements * layout.precision.activation
+    once = context_parallel(_tokens(layout) * layout.cp, keys, layout.cp) / 3
+    return once * ((2 + runs_again) * layout.precision.activation + _FP32)
 
 
 def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_again: bool) -> float:

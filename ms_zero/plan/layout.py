@@ -171,8 +171,8 @@ class Layout:
 
     @property
     def passes_context(self) -> bool:
-        """Whether keys and values go round a ring while attention computes; they are gathered otherwise."""
-        return self.context == "ring" and self.engine == "eager"
+        """Whether keys and values go round a ring while attention computes."""
+        return self.context == "ring"
 
     @property
     def chunks(self) -> int:

@@ -386,16 +386,13 @@ class MemoryModel:
 def _context_buffers(attention: Attention, layout: Layout) -> float:
     """Ring: blocks of K and V here and arriving; fp32 gradients of Q, of the own block, and of a passing one.
 
-    Ulysses: what an exchange sends and what arrives, of Q or the result, K and V. The graph engine in place
-    of a ring: K and V of the whole sequence, and their gradients.
+    Ulysses: what an exchange sends and what arrives, of Q or the result, K and V.
     """
     tokens, width = layout.micro_batch_size * layout.seq_len / layout.cp, layout.precision.activation
     queries = tokens * attention.q_size / layout.tp
     key_values = tokens * max((attention.k_size + attention.v_size) / layout.tp, 2 * attention.head_dim)
     if layout.passes_context:
         return 2 * width * key_values + 4 * (queries + 3 * key_values)
-    if layout.context == "ring":
-        return 2 * width * key_values * layout.cp
     return 2 * width * (2 * queries + max(key_values, tokens * 2 * attention.head_dim * layout.cp))
 
 

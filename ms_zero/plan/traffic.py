@@ -39,13 +39,6 @@ def context_parallel(tokens: float, key_value_size: int, degree: int) -> float:
     return 3 * tokens * key_value_size * (degree - 1) / degree
 
 
-def gathered_context(tokens: float, key_value_size: int, degree: int) -> float:
-    """Elements of one layer that gathers K and V of all ranks and scatters their gradients; see
-    `context_parallel`.
-    """
-    return 2 * tokens * key_value_size * (degree - 1) / degree
-
-
 def ulysses(tokens: float, sizes: float, degree: int) -> float:
     """Elements of one layer; ``tokens`` of the whole sequence, ``sizes`` of Q, K, V and the result."""
     return 2 * tokens / degree * sizes * (degree - 1) / degree

@@ -449,6 +449,23 @@ CASES = [
     ),
     ("MZ079", "engine.kind", ["engine=graph", *ON_910B2], ON_910B2, 1, GPT),
     ("MZ069", "parallel.tp", ["engine.kind=graph", "parallel.tp=2"], ["parallel.tp=2"], 2, GPT),
+    ("MZ069", "parallel.cp", ["engine.kind=graph", "parallel.cp=2"], ["parallel.cp=2"], 2, GPT),
+    (
+        "MZ078",
+        "precision.compute",
+        [*AUTO_PARALLEL, "parallel.cp=2", "precision.policy=fp32"],
+        [*ON_910B2, "parallel.cp=2", "precision.policy=fp32"],
+        2,
+        GPT_MICRO_1,
+    ),
+    (
+        "MZ078",
+        "train.micro_batch_size",
+        [*AUTO_PARALLEL, "parallel.cp=2", "train.micro_batch_size=2", "precision.policy=bf16"],
+        [*ON_910B2, "parallel.cp=2", "train.micro_batch_size=2", "precision.policy=bf16"],
+        2,
+        GPT_MICRO_1,
+    ),
     ("MZ069", "parallel.zero_stage", ["engine=graph", "parallel.zero_stage=1"], ["engine=graph"], 2, GPT),
     ("MZ069", "memory.recompute", ["engine=graph", "memory.recompute=full"], ["engine=eager"], 1, GPT),
     (

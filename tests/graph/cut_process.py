@@ -19,7 +19,7 @@ from mindspore.communication import get_group_size, get_rank  # noqa: E402
 
 from ms_zero.config import load_config  # noqa: E402
 from ms_zero.graph.build import auto_parallel_step  # noqa: E402
-from ms_zero.graph.inspected import declared_model  # noqa: E402
+from ms_zero.graph.inspected import declared_model, declared_ring  # noqa: E402
 from ms_zero.graph.ir import parse  # noqa: E402
 from ms_zero.graph.slices import held_boxes  # noqa: E402
 from ms_zero.precision.scaler import StaticLossScaler  # noqa: E402
@@ -27,9 +27,8 @@ from ms_zero.precision.scaler import StaticLossScaler  # noqa: E402
 config = load_config(sys.argv[3], sys.argv[4:], size, to_run=False).config
 folder = Path(tempfile.mkdtemp(prefix="ms-zero-test-"))
 model = declared_model(config.model)
-step = auto_parallel_step(
-    config, model, None, scaler=StaticLossScaler(1.0), schedule=lambda _: 0.1, folder=folder
-)
+how = {"scaler": StaticLossScaler(1.0), "schedule": lambda _: 0.1, "folder": folder}
+step = auto_parallel_step(config, model, None, ring=declared_ring(config.parallel), **how)
 rows = config.train.micro_batch_size * config.train.accumulation_steps
 ids = Tensor(np.zeros((rows, config.data.seq_len), np.int32))
 text = _compat_frontend.compile_front_end(step.cell, (ids, ids), folder / "dumps")

@@ -126,15 +126,16 @@ def test_the_parts_of_eight_ranks_tile_a_parameter(axes, row_parts):
 
 
 def test_the_parts_are_those_that_mindspore_compiles():
-    """Two stages of two tensor-parallel times two sharing ranks, on the last rank."""
+    """Two stages of two tensor-parallel times four sharing ranks, two of them in a ring; the last rank."""
     if reason := _compat_frontend.unavailable_reason():
         pytest.skip(reason)
     overrides = ["engine=graph", "hardware.target=Ascend", "model.num_layers=2", "model.hidden_size=64"]
     overrides += ["model.tie_embeddings=false", "model.vocab_size=260", "data.seq_len=16"]
-    overrides += ["train.global_batch_size=8", "train.accumulation_steps=2", "train.eval_interval=0"]
-    overrides += ["parallel.zero_stage=3", "parallel.tp=2", "parallel.pp=2", "precision.policy=bf16"]
+    overrides += ["train.global_batch_size=4", "train.accumulation_steps=2", "train.eval_interval=0"]
+    overrides += ["parallel.zero_stage=3", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2"]
+    overrides += ["precision.policy=bf16", "train.micro_batch_size=1"]
     script = str(Path(__file__).with_name("cut_process.py"))
-    command = [sys.executable, script, "7", "8", "runs/quickstart", *overrides]
+    command = [sys.executable, script, "15", "16", "runs/quickstart", *overrides]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "OMP_NUM_THREADS": "1"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     found = [line for line in shown.stdout.splitlines() if line.startswith("REPORT ")]
@@ -146,9 +147,9 @@ def test_the_parts_are_those_that_mindspore_compiles():
     assert owned == [name for name in report["model"] if not name.startswith(first_stage)]
     for name in owned:
         assert shapes[name] == parts[name][2] == shapes[f"exp_avg.{name}"] == shapes[f"accu_grads.{name}"]
-    # The last rank has the last rows: of the second half by tp, the second half by zero_stage.
-    assert parts["transformer.h.1.mlp.c_fc.weight"] == [[256, 64], [192, 0], [64, 64]]
-    assert parts["transformer.h.1.mlp.c_proj.weight"] == [[64, 256], [32, 128], [32, 128]]
+    # The last rank has the last rows: of the second half by tp, the last quarter by zero_stage.
+    assert parts["transformer.h.1.mlp.c_fc.weight"] == [[256, 64], [224, 0], [32, 64]]
+    assert parts["transformer.h.1.mlp.c_proj.weight"] == [[64, 256], [48, 128], [16, 128]]
 
 
 def test_a_layout_is_read_as_mindspore_writes_it():
