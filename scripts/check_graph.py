@@ -142,9 +142,6 @@ def pipelines() -> Iterator[Layout]:
         for stages, rank in ((2, 0), (4, 1), (4, 3)):
             name = f"pp {stages} {schedule} rank {rank}"
             yield small(name, stages, f"pp={stages}", *keys, rank=rank, layers=stages * virtual, k=4)
-    tied = ("pp=2", "model.tie_embeddings=true")
-    for rank in (0, 1):
-        yield small(f"pp 2, tied, rank {rank}", 2, *tied, rank=rank, layers=2, k=2)
     grid = ("pp=2", "tp=2", "sequence_parallel=true")
     for level in (0, 1, 2, 3):
         for rank in (0, 7):

@@ -86,7 +86,8 @@ ZERO_TABLE = {
 
 def states_gb(billions: float, degree: int, stage: int, precision: Precision = MIXED) -> float:
     """Weights, gradients and optimizer state of one device in GB."""
-    layout = Layout(seq_len=1, dp_shard=degree, zero_stage=stage, precision=precision)
+    # The paper's gradients of stage 1 are whole, as those of several microbatches are.
+    layout = Layout(seq_len=1, dp_shard=degree, zero_stage=stage, microbatches=2, precision=precision)
     device, _ = state_bytes(layout, billions * 1e9)
     return sum(device.values()) / GB
 

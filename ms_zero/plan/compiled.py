@@ -43,7 +43,7 @@ def stage_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, floa
         "tp": count * (sum(_tensor_bytes(shape, layout, *layer) for layer in layers) + ends),
         "cp": count * sum(_context_bytes(layout, *layer) for layer in layers),
         "pp": _pipeline_bytes(shape, layout, stage),
-        "dp": sum(_data_bytes(weight, layout, last) for weight, last in _weights(shape, layout, stage)),
+        "dp": sum(_data_bytes(weight, layout, again) for weight, again in _weights(shape, layout, stage)),
         "other": _input_bytes(layout, stage),
     }
 
@@ -139,16 +139,13 @@ def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_agai
 
 
 def _pipeline_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
-    """Forward from every chunk but the last, back from every chunk but the first; and a tied table."""
+    """Forward from every chunk but the last, back from every chunk but the first."""
     if layout.pp == 1:
         return 0.0
     borders = sum((chunk > 0) + (chunk < layout.chunks - 1) for chunk in _chunks(layout, stage))
     split = layout.tp if layout.sequence_parallel else 1
-    width = layout.precision.activation
-    sent = borders * layout.microbatches * width * pipeline(_tokens(layout), shape.hidden_size, split)
-    if shape.tie_embeddings and stage in (0, layout.pp - 1):  # the table goes, its gradient comes back
-        sent += _table(shape, layout).elements * (_FP32 if stage == 0 else width)
-    return sent
+    elements = pipeline(_tokens(layout), shape.hidden_size, split)
+    return borders * layout.microbatches * layout.precision.activation * elements
 
 
 def _input_bytes(layout: Layout, stage: int) -> float:
@@ -163,18 +160,19 @@ def _input_bytes(layout: Layout, stage: int) -> float:
 
 
 def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[Weight, bool]]:
-    """Every parameter of a stage on a rank, and whether the step uses it last."""
+    """Every parameter of a stage on a rank, and whether backward reads it: not where rows are looked up."""
+    is_tied = shape.tie_embeddings and layout.pp == 1
     if stage == 0:
-        yield _table(shape, layout), False
+        yield _table(shape, layout), is_tied
         if shape.learned_positions:
             yield Weight(shape.learned_positions, shape.hidden_size), False
     for chunk in _chunks(layout, stage):
         for layer, _ in _layers(shape, layout, chunk):
             for weight in layer_weights(layer, shape.hidden_size, shape.norm, tp=layout.tp):
-                yield weight, False
+                yield weight, True
     if stage == layout.pp - 1:
-        yield from ((weight, False) for weight in norm_weights(shape.norm, shape.hidden_size))
-        if not shape.tie_embeddings:
+        yield from ((weight, True) for weight in norm_weights(shape.norm, shape.hidden_size))
+        if not is_tied:
             yield _table(shape, layout), True
 
 
@@ -198,13 +196,13 @@ def _shards(weight: Weight, layout: Layout) -> int:
     return 1 if weight.rows % shards else shards
 
 
-def _data_bytes(weight: Weight, layout: Layout, used_last: bool) -> float:
+def _data_bytes(weight: Weight, layout: Layout, backward_reads: bool) -> float:
     """Of a parameter and its gradient in a step."""
     holders, shards, count = _holders(weight, layout), _shards(weight, layout), layout.microbatches
     if shards == 1:
         return 2 * (holders - 1) / holders * weight.elements * _FP32
     gathered = _FP32 if weight.is_norm else layout.precision.gathered
-    traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=count > 1 and not used_last)
+    traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=count > 1 and backward_reads)
     sent = traffic.sent_bytes(weight.elements, shards, 1, weight=gathered, wire=_FP32, kept=_FP32)
     replicas, summed = holders // shards, weight.elements / (shards if count > 1 else 1)
     return sent + 2 * (replicas - 1) / replicas * summed * _FP32

@@ -481,8 +481,8 @@ def _held_bytes(layout: Layout, degree: int) -> HeldBytes:
 
 
 def _gradients_are_shards(layout: Layout) -> bool:
-    """MindFormers reduces each gradient as it appears unless it accumulates them."""
-    return layout.syncs or (layout.hsdp_level is not None and layout.microbatches == 1)
+    """Each gradient is reduced as it appears, unless those of several microbatches are added up first."""
+    return layout.syncs or layout.microbatches == 1
 
 
 def _unsharded(layout: Layout, sizes: _Sizes) -> float:
