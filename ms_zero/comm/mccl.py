@@ -20,7 +20,8 @@ than one 64 MB message, so here everything is built from ``mint.distributed.send
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from mindspore import Tensor
@@ -37,6 +38,10 @@ PIECE_BYTES = 1 << 20
 SMALL_BYTES = 1 << 14
 
 _UFUNCS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+class CommunicationError(RuntimeError):
+    """A message did not pass."""
 
 
 class MCCLBackend:
@@ -140,13 +145,27 @@ def _tensor(array: np.ndarray, dtype: mstype.Type) -> Tensor:
 
 
 def _send(piece: np.ndarray, rank: int, group: Group) -> None:
-    dist.send(Tensor.from_numpy(piece), rank, group=group.handle)
+    with _told(f"{piece.nbytes} bytes to", rank):
+        dist.send(Tensor.from_numpy(piece), rank, group=group.handle)
 
 
 def _recv(piece: np.ndarray, rank: int, group: Group) -> None:
     buffer = Tensor.from_numpy(piece)
-    dist.recv(buffer, rank, group=group.handle)
-    buffer.asnumpy()  # waits until the data is there when operations are queued
+    with _told(f"{piece.nbytes} bytes from", rank):
+        dist.recv(buffer, rank, group=group.handle)
+        buffer.asnumpy()  # waits until the data is there when operations are queued
+
+
+@contextmanager
+def _told(what: str, rank: int) -> Iterator[None]:
+    """Say what can be behind a message that does not pass; the framework says only that it did not."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"communication: {what} rank {rank} did not pass: it has ended (its own output says why), or is "
+            f"somewhere else in the program: train.debug_collectives=true names the first call that differs"
+        ) from error
 
 
 def _pieces(flat: np.ndarray) -> list[np.ndarray]:
