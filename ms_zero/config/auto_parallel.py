@@ -17,6 +17,7 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         value: the value of a dotted key; None where the chosen family has no such key.
     """
     yield from _pipeline_problems(value)
+    yield from _expert_problems(value)
     yield from _context_problems(value)
     stage = value("parallel.zero_stage")
     if value("parallel.sync_each_microbatch") != (stage >= 2):
@@ -31,6 +32,20 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if value("precision.compute") != "fp32" and width % 16:
         message = f"FlashAttentionScore takes heads of multiples of 16, not {width}"
         yield "model.num_heads", f"{message}; change it, or compute in fp32"
+
+
+def _expert_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    if value("model.family") != "moe":
+        return
+    if value("parallel.cp") > 1:
+        message = "routers see whole sequences in the graph engine: capacity and auxiliary loss are theirs"
+        yield "parallel.cp", f"{message}; use 1"
+    if value("parallel.pp") > 1:
+        message = "stages send the auxiliary loss of routers and MindSpore 2.10.0 leaves out the receive"
+        yield "parallel.pp", f"{message}; use 1"
+    if value("model.router_bias"):
+        message = "a bias that follows the load is moved by the host between graphs, and here a step is one"
+        yield "model.router_bias", f"{message}; set it to false"
 
 
 def _pipeline_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -302,6 +302,8 @@ def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["engine.kind"] != "graph":
         return
     limits = dict(_GRAPH_ENGINE)
+    if facts.values["model.family"] == "moe":
+        limits |= _GRAPH_EXPERTS
     if facts.values["hardware.target"] == "CPU":
         limits |= _GRAPH_ON_CPU
     elif _is_cut(facts):
@@ -536,10 +538,8 @@ _MIXTURE_PERIOD = 1 << 16
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # What the graph engine runs in this version, of the keys that it does not run in full.
 _GRAPH_ENGINE = {
-    "model.family": ("gpt", "llama"),
     "model.dropout": (0.0,),
     "train.debug_collectives": (False,),
-    "parallel.ep": (1,),
     "precision.reduce": ("fp32",),
     "precision.accumulate": ("fp32",),
     "precision.master": ("fp32",),
@@ -552,11 +552,14 @@ _GRAPH_UNCUT = {
     "parallel.pp": (1,),
     "parallel.tp": (1,),
     "parallel.cp": (1,),
+    "parallel.ep": (1,),
     "parallel.zero_stage": (0,),
     "memory.recompute": ("none",),
     "memory.activations": ("device",),
 }
 _GRAPH_ON_CPU = {**_GRAPH_UNCUT, "precision.compute": ("fp32", "fp16")}
+# Of models with experts.
+_GRAPH_EXPERTS = {"data.reset_attention": (False,), "data.reset_positions": (False,)}
 # With it.
 _GRAPH_CUT = {
     "data.reset_attention": (False,),

@@ -11,12 +11,13 @@ from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.graph.compiled import CompiledEngine, CompiledStep
 from ms_zero.graph.engine import GraphEngine
+from ms_zero.graph.moe import LoadBalancer, MoEGraphEngine, auxiliary_sum, compiled_decoder, twin_of
 from ms_zero.graph.network import LossNetwork
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
 from ms_zero.graph.precision import compute_in
 from ms_zero.graph.ring import ring_order
 from ms_zero.graph.step import GraphStep
-from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
+from ms_zero.graph.strategies import Grid, ShardedCrossEntropySum
 from ms_zero.graph.train import batch_extras, build_train_cell, build_update, trained_parameters
 from ms_zero.models import initialise
 from ms_zero.precision.policy import DTYPES
@@ -38,12 +39,18 @@ def build_graph_engine(
         scaler: of the loss.
         resets: what restarts where a document begins.
     """
-    optim, group = config.optim, pmesh.group(*_DATA_AXES)
-    compute_in(model, DTYPES[config.precision.compute], target=config.hardware.target)
+    optim, group, target = config.optim, pmesh.group(*_DATA_AXES), config.hardware.target
+    dtype, has_experts = DTYPES[config.precision.compute], config.model.family == "moe"
     initialise(model, config.train.seed)
+    if has_experts:
+        twin = compiled_decoder(model, config.model, dtype, target=target)
+    else:
+        compute_in(model, dtype, target=target)
+        twin = model
+    aux_sum = auxiliary_sum(config.model, Grid())
     update = build_update(optim, model, trained_parameters(model))
     step = GraphStep(
-        LossNetwork(model, batch_extras(config)),
+        LossNetwork(twin, batch_extras(config), aux_sum=aux_sum),
         update,
         weight_decay=optim.weight_decay,
         beta1=optim.beta1,
@@ -53,14 +60,17 @@ def build_graph_engine(
         group=group,
         bucket_bytes=int(config.parallel.bucket_mb * 2**20),
     )
-    notes = _notes(config.precision.compute, group.size)
-    return GraphEngine(model, step, group=group, resets=resets, notes=notes)
+    common = {"group": group, "resets": resets, "notes": _notes(config.precision.compute, group.size)}
+    if not has_experts:
+        return GraphEngine(model, step, **common)
+    balancer = LoadBalancer(twin, pmesh.comm, group, speed=config.model.router_bias_speed)
+    return MoEGraphEngine(model, twin, step, balancer, **common)
 
 
 def needs_auto_parallel(config: RunConfig) -> bool:
     """Whether a run is for AutoParallel, and not only for whole models on ranks with different data."""
     parallel, memory = config.parallel, config.memory
-    is_cut = max(parallel.pp, parallel.tp, parallel.cp) > 1 or parallel.zero_stage > 0
+    is_cut = max(parallel.pp, parallel.tp, parallel.cp, parallel.ep) > 1 or parallel.zero_stage > 0
     return is_cut or memory.recompute != "none" or memory.activations != "device"
 
 
@@ -114,10 +124,11 @@ def auto_parallel_step(
     come in the order of `ms_zero.graph.ring.ring_order`.
     """
     options, optim = options_of(config, ring=ring), config.optim
-    twin = sharded_model(model, config.model, options.grid, DTYPES[config.precision.compute])
+    twin = twin_of(model, config.model, options.grid, DTYPES[config.precision.compute])
     place_blocks(twin, options)
     loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)
-    parts = build_train_cell(config, twin, loss_sum=loss, scaler=scaler, target="Ascend")
+    aux = auxiliary_sum(config.model, options.grid)
+    parts = build_train_cell(config, twin, loss_sum=loss, aux_sum=aux, scaler=scaler, target="Ascend")
     cell = auto_parallel(parts.cell, options, 2 + len(parts.extras), folder)
     return CompiledStep(
         cell,

@@ -19,12 +19,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_zero import models
 from ms_zero.comm import Group
-from ms_zero.config import GPTConfig, LlamaConfig, ParallelConfig, RunConfig, load_config
-from ms_zero.errors import UserError
+from ms_zero.config import ModelConfig, ParallelConfig, RunConfig, load_config
+from ms_zero.graph.moe import auxiliary_sum, twin_of
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
-from ms_zero.graph.strategies import ShardedCrossEntropySum, sharded_model
+from ms_zero.graph.strategies import ShardedCrossEntropySum
 from ms_zero.graph.train import build_train_cell
 from ms_zero.mesh import AXES, Mesh
+from ms_zero.models.from_config import build_decoder
 
 _DTYPES = {"fp32": ms.float32, "fp16": ms.float16, "bf16": ms.bfloat16}
 _FAMILIES = {"gpt": models.GPT, "llama": models.Llama}
@@ -48,18 +49,14 @@ def build_config(
     config: RunConfig, scheduler: str | None = None
 ) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
     """As :func:`build_run`, for a config."""
-    if config.model.family not in _FAMILIES:
-        raise UserError(
-            f"graph: there are no strategies for models of family {config.model.family}: expected one of "
-            f"{', '.join(_FAMILIES)}"
-        )
     options = options_of(config, scheduler, declared_ring(config.parallel))
     dtype = _DTYPES[config.precision.compute]
     plain = declared_model(config.model)
-    twin = sharded_model(plain, config.model, options.grid, dtype)
+    twin = twin_of(plain, config.model, options.grid, dtype)
     place_blocks(twin, options)
     loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)
-    parts = build_train_cell(config, twin, loss_sum=loss, target="Ascend")
+    aux = auxiliary_sum(config.model, options.grid)
+    parts = build_train_cell(config, twin, loss_sum=loss, aux_sum=aux, target="Ascend")
     folder = Path(tempfile.mkdtemp(prefix="ms-zero-speed-up-"))
     cell = auto_parallel(parts.cell, options, 2 + len(parts.extras), folder)
     rows = config.train.micro_batch_size * config.train.accumulation_steps
@@ -80,18 +77,20 @@ def declared_ring(parallel: ParallelConfig) -> Group | None:
     return Group("cp", ranks, ranks.index(rank), name)
 
 
-def declared_model(config: GPTConfig | LlamaConfig) -> nn.Cell:
+def declared_model(config: ModelConfig) -> nn.Cell:
     """The plain model with parameters that have a shape and an initialiser, and no storage."""
-    values = {key: value for key, value in vars(config).items() if key != "family"}
-    model = _FAMILIES[config.family](**values, target="Ascend")
+    if config.family == "moe":
+        model = build_decoder(config, "Ascend")
+    else:
+        values = {key: value for key, value in vars(config).items() if key != "family"}
+        model = _FAMILIES[config.family](**values, target="Ascend")
     declared: dict[int, ms.Parameter] = {}
     for path, cell in model.cells_and_names():
         for name, param in list(cell.parameters_dict(recurse=False).items()):
-            key = id(param)
-            own = name.rsplit(".", 1)[-1]
+            key, own, is_trained = id(param), name.rsplit(".", 1)[-1], param.requires_grad
             if key not in declared:
                 value = initializer("zeros", tuple(param.shape), ms.float32)
-                declared[key] = ms.Parameter(value, name=f"{path}.{own}")
+                declared[key] = ms.Parameter(value, name=f"{path}.{own}", requires_grad=is_trained)
             cell.insert_param_to_cell(own, declared[key], check_name_contain_dot=False)
     return model
 

@@ -17,18 +17,25 @@ class LossNetwork(nn.Cell):
 
     Args:
         model: maps input_ids int32 [B, T], position_ids and document_starts (int32 [B, T] or None) to logits
-            [B, T, V].
+            [B, T, V], or to these and an auxiliary loss of each sequence [B] (or None).
         extras: which of EXTRA_ARGUMENTS follow input_ids and labels in a batch, in that order.
         loss_sum: maps logits [B T, V] and labels int32 [B T] to the summed loss; None:
             `ms_zero.kernels.CrossEntropySum`.
+        aux_sum: maps auxiliary losses and labels [B, T] to what is added; None: nothing is.
     """
 
     def __init__(
-        self, model: nn.Cell, extras: Sequence[str] = (), *, loss_sum: nn.Cell | None = None
+        self,
+        model: nn.Cell,
+        extras: Sequence[str] = (),
+        *,
+        loss_sum: nn.Cell | None = None,
+        aux_sum: nn.Cell | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)  # parameters keep their names
         self.model = model
         self.loss_sum = kernels.CrossEntropySum() if loss_sum is None else loss_sum
+        self.aux_sum = aux_sum
         self.position_at, self.starts_at = (
             extras.index(name) if name in extras else -1 for name in EXTRA_ARGUMENTS
         )
@@ -37,8 +44,13 @@ class LossNetwork(nn.Cell):
         """Return the sum over the labels that are not ignored."""
         positions = extras[self.position_at] if self.position_at >= 0 else None
         starts = extras[self.starts_at] if self.starts_at >= 0 else None
-        logits = self.model(input_ids, positions, starts)
-        return self.loss_sum(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)))
+        logits, aux = self.model(input_ids, positions, starts), None
+        if isinstance(logits, tuple):
+            logits, aux = logits
+        loss = self.loss_sum(logits.reshape((-1, logits.shape[-1])), labels.reshape((-1,)))
+        if aux is None or self.aux_sum is None:
+            return loss
+        return loss + self.aux_sum(aux, labels)
 
 
 def loss_factor() -> Parameter:

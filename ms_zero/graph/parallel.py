@@ -100,6 +100,7 @@ def options_of(config: RunConfig, scheduler: str | None = None, ring: Group | No
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
         context=parallel.context,
         ring=ring,
+        ep=parallel.ep,
     )
     _check(config)
     return Options(

@@ -51,6 +51,7 @@ class Grid:
         context: how attention gets the keys and values of other cp ranks: "ring": block after block;
             "ulysses": each rank attends to all tokens with some of the heads.
         ring: this rank's group of cp ranks, for a ring.
+        ep: ranks of dp, neighbours there, with different experts.
     """
 
     dp: int = 1
@@ -59,6 +60,7 @@ class Grid:
     sequence_parallel: bool = False
     context: ContextKind = "ring"
     ring: Group | None = None
+    ep: int = 1
 
     def layout(self, *cuts: str | tuple[str, ...]) -> Layout:
         """A tensor's layout: for each dim the axes that cut it, "None" for none."""

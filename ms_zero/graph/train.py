@@ -96,6 +96,7 @@ def build_train_cell(
     model: nn.Cell,
     *,
     loss_sum: nn.Cell | None = None,
+    aux_sum: nn.Cell | None = None,
     scaler: LossScaler | None = None,
     wrap: Callable[[nn.Cell], nn.Cell] | None = None,
     gradients: Callable[[ParameterTuple], nn.Cell] | None = None,
@@ -106,7 +107,8 @@ def build_train_cell(
     Args:
         config: of the run.
         model: plain, or a twin of it with strategies and the same parameter names; with values.
-        loss_sum: see `ms_zero.graph.network.LossNetwork`.
+        loss_sum: see `ms_zero.graph.network.LossNetwork`, as for the next.
+        aux_sum: of auxiliary losses.
         scaler: of the loss; None: a fixed scale of 1.
         wrap: makes of the network of one microbatch that of a step; None: Pipeline with stages, else
             GradAccumulation with several microbatches, else nothing.
@@ -117,7 +119,7 @@ def build_train_cell(
     factor = loss_factor()
     on_cpu = resolve_target(target).startswith("CPU")
     scaled = ScaledLoss if on_cpu else ReusedScaledLoss
-    network = scaled(LossNetwork(model, extras, loss_sum=loss_sum), factor)
+    network = scaled(LossNetwork(model, extras, loss_sum=loss_sum, aux_sum=aux_sum), factor)
     params = trained_parameters(model)
     step = _wrapped(config, network) if wrap is None else wrap(network)
     joined = default_gradients(config, params) if gradients is None else gradients(params)

@@ -22,6 +22,7 @@ from ms_zero.config import (
 from ms_zero.data import DocumentResets
 from ms_zero.errors import UserError
 from ms_zero.memory import apply_recompute, compress_activations, offload_activations
+from ms_zero.models.from_config import build_decoder
 from ms_zero.models.init import InitRule, init_rules, initial_values
 from ms_zero.optim.optimizer import SGD, AdamW, GroupOptions, Optimizer
 from ms_zero.parallel import Placements
@@ -37,7 +38,6 @@ from ms_zero.precision.scaler import DynamicLossScaler, LossScaler, StaticLossSc
 from ms_zero.recipes.context import Samples, cut_samples
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.expert import Balancer, bias_names, cut_experts, join_sequences
-from ms_zero.recipes.moe import build_decoder
 from ms_zero.recipes.pipeline import PipelineEngine, chain_of, split_model
 from ms_zero.recipes.tensor import CutModel, cut_model
 from ms_zero.zero.api import data_groups

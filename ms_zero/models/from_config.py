@@ -1,12 +1,14 @@
 """From the configuration of a model with experts to the model."""
 
-from ms_zero import models
 from ms_zero.config import MoEConfig
+from ms_zero.models.decoder import MoEDecoder
+from ms_zero.models.moe import Mixture
+from ms_zero.models.routing import Rules
 
 
-def build_decoder(config: MoEConfig) -> models.MoEDecoder:
-    """The plain model; its parameters have shapes and no values yet."""
-    return models.MoEDecoder(
+def build_decoder(config: MoEConfig, target: str | None = None) -> MoEDecoder:
+    """The plain model; its parameters have shapes and no values yet. ``target``: of its kernels."""
+    return MoEDecoder(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
@@ -25,12 +27,13 @@ def build_decoder(config: MoEConfig) -> models.MoEDecoder:
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
         dropout=config.dropout,
+        target=target,
     )
 
 
-def mixture_of(config: MoEConfig) -> models.Mixture:
+def mixture_of(config: MoEConfig) -> Mixture:
     """What the layers with experts are made of."""
-    rules = models.Rules(
+    rules = Rules(
         top_k=config.experts_per_token,
         score=config.router,
         renormalise=config.renormalise,
@@ -41,7 +44,7 @@ def mixture_of(config: MoEConfig) -> models.Mixture:
         balance_coefficient=config.balance_coefficient,
         z_coefficient=config.z_coefficient,
     )
-    return models.Mixture(
+    return Mixture(
         num_experts=config.num_experts,
         ffn_hidden_size=config.expert_ffn_hidden_size,
         rules=rules,
