@@ -15,7 +15,7 @@ from ms_zero.config.findings import Finding, show
 from ms_zero.errors import UserError
 from ms_zero.pipeline.balance import refuse_counts
 from ms_zero.pipeline.schedule import NAMES, is_file, read_csv, refuse, refuse_use
-from ms_zero.resources import did_you_mean
+from ms_zero.resources import did_you_mean, nearest
 
 Check = Callable[[Facts], Iterator[tuple[str, str]]]
 
@@ -391,7 +391,8 @@ def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
     names = ("pp", "schedule", "virtual_stages")
     pp, name, num_virtual = (facts.values[f"parallel.{key}"] for key in names)
     if name not in NAMES and not is_file(name):
-        hint = did_you_mean(name, NAMES)
+        near = " or ".join(nearest(name, NAMES))
+        hint = f"; did you mean {near}?" if near else ""
         expected = f"expected one of {', '.join(NAMES)}, or the path of a .csv file{hint}"
         yield "parallel.schedule", f"{show(name)} is not a schedule; {expected}"
     elif is_file(name):

@@ -390,7 +390,8 @@ class ParallelConfig:
     pp: int = _count("Pipeline stages.", default=1)
     schedule: str = key(
         "Order of the microbatches on the stages: gpipe, 1f1b, interleaved, zb-h1, or the path of a .csv "
-        "file with one row a rank and cells such as 0F3 (stage, F B or W, microbatch).",
+        "file with one row a rank and cells such as 0F3 (stage, F B or W, microbatch). Without stages a "
+        "named one has no effect, so that a run file keeps it whatever pp is.",
         default="1f1b",
     )
     virtual_stages: int = _count(

@@ -536,6 +536,8 @@ def test_a_wrong_schedule_is_refused_with_the_action_and_the_rule(refused):
     assert finding.message == "schedule wrong_order.csv, rank 1: 1B1 comes before 1F1"
     (finding,) = refused("parallel.schedule=1f1B", text=GPT)
     assert finding.message.endswith("or the path of a .csv file; did you mean 1f1b?")
+    (finding,) = refused("parallel.schedule=zzzz", text=GPT)
+    assert finding.message.endswith("or the path of a .csv file")
 
 
 def test_every_rule_has_a_case():
