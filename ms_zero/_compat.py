@@ -19,6 +19,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import _c_expression as _c
 from mindspore.common._grad_function import _Function
 from mindspore.common.dtype import _dtype_to_nptype
+from mindspore.common.initializer import initializer
 from mindspore.communication import GlobalComm
 from mindspore.communication.management import _init_with_store
 from mindspore.graph.api import _no_grad, _pynative_executor
@@ -215,6 +216,20 @@ def run_without_pool() -> None:
     """
     if not _c.RuntimeConf.get_instance().is_op_threads_num_configured():
         mindspore.device_context.cpu.op_tuning.threads_num(1)
+
+
+def declared_parameter(param: Parameter) -> Parameter:
+    """A Parameter with the name, shape and dtype of another, and no storage until it is given values.
+
+    MindSpore gives parameters zeros unless their class says otherwise.
+    Checked on 2.10.0: ``Parameter.init_param``.
+    """
+    Parameter.init_param = False
+    try:
+        value = initializer("zeros", tuple(param.shape), param.dtype)
+        return Parameter(value, name=param.name, requires_grad=param.requires_grad)
+    finally:
+        Parameter.init_param = True
 
 
 def device_target() -> str:

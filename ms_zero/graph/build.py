@@ -11,6 +11,7 @@ from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.graph.compiled import CompiledEngine, CompiledStep
 from ms_zero.graph.engine import GraphEngine
+from ms_zero.graph.initial import declare, seeded_values
 from ms_zero.graph.moe import LoadBalancer, MoEGraphEngine, auxiliary_sum, compiled_decoder, twin_of
 from ms_zero.graph.network import LossNetwork
 from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
@@ -96,7 +97,8 @@ def build_compiled_engine(
     Raises:
         UserError: something that AutoParallel does not do.
     """
-    initialise(model, config.train.seed)
+    declare(model)
+    values = seeded_values(model, config.train.seed)  # of whole parameters, so before they are cut
     train, group, ring = config.train, pmesh.group(*_DATA_AXES), pmesh.group("cp")
     parts = {"scaler": scaler, "schedule": schedule, "folder": folder}
     step = auto_parallel_step(config, model, pmesh.comm, ring=ring, **parts)
@@ -105,7 +107,9 @@ def build_compiled_engine(
     notes += ["engine graph: MindSpore's AutoParallel cuts this run; that has not been tried on a device"]
     degree = ring.size if config.parallel.context == "ring" else 1
     order = partial(ring_order, degree=degree)
-    return CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes, order=order)
+    engine = CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes, order=order)
+    engine.fill(values)
+    return engine
 
 
 def auto_parallel_step(

@@ -16,11 +16,12 @@ from ms_zero.comm import Communicator, Group
 from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.errors import UserError
 from ms_zero.graph.engine import DTYPE, GraphAccount, GraphEngine
+from ms_zero.graph.initial import fill
 from ms_zero.graph.slices import held_boxes, saved_here
 from ms_zero.graph.step import Summary, graph_mode
 from ms_zero.graph.train import TrainParts
 from ms_zero.graph.update import step_scalars
-from ms_zero.parallel.placement import Box
+from ms_zero.parallel.placement import Box, FlatValues
 
 
 class CompiledStep:
@@ -80,9 +81,10 @@ class CompiledStep:
         """As :meth:`prepare`, for tensors of the shapes and dtypes of a step on this rank."""
         with graph_mode():
             self.cell.compile(*inputs)
-        for _, param in self.cell.parameters_and_names():
-            if param.has_init:  # optimizer state and sums, which are cut like their parameters
-                param.init_data()
+        of_model = {id(param) for param in self.parts.network.get_parameters()}
+        for param in self.cell.get_parameters():
+            if param.has_init and id(param) not in of_model and self.holds(param):
+                param.init_data()  # optimizer state and sums, which are cut like their parameters
         self.is_prepared = True
 
     def forward_backward(self, *batch: Tensor, weight: float) -> None:
@@ -132,12 +134,16 @@ class CompiledStep:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes on this rank, by the sizes of parameters as they are now (cut, once compiled)."""
-        size = 4 * sum(prod(param.shape) for param in self.params)
+        size = 4 * sum(prod(param.shape) for param in self.params if self.holds(param))
         return {"weights": size, "gradients": size, "optimizer": size * len(self.update_cell.state())}
 
     def layouts(self) -> Mapping[str, Sequence]:
         """How MindSpore has cut each parameter of this rank; empty without AutoParallel."""
         return {**self.parts.cell.parameter_layout_dict, **self.cell.parameter_layout_dict}
+
+    def holds(self, param: Parameter) -> bool:
+        """Whether this rank has a part of a parameter; other stages of a pipeline have others."""
+        return not self.is_cut or param.name in self.layouts()
 
     @property
     def is_cut(self) -> bool:
@@ -218,7 +224,8 @@ class CompiledEngine(GraphEngine):
         checkpoint.check_names(tensors)
         for name, param in tensors.items():
             if param.name in boxes:
-                param.set_data(Tensor(checkpoint.read(_shard(name, boxes[param.name])).reshape(param.shape)))
+                values = checkpoint.read(_shard(name, boxes[param.name])).reshape(param.shape)
+                param.set_data(Tensor(values), slice_shape=True)
 
     def _batch(
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None
@@ -228,6 +235,10 @@ class CompiledEngine(GraphEngine):
             return batch
         order = self._order(input_ids.shape[1])
         return [Tensor(array.asnumpy()[:, order]) for array in batch]
+
+    def fill(self, values: FlatValues) -> None:
+        """Give the model's parameters their initial values: this rank's parts, one after another."""
+        fill(self.model.parameters_and_names(), self._boxes(), values)
 
     def _boxes(self) -> dict[str, Box]:
         """Parameter name -> what this rank holds of it; without an entry nothing (another stage has it)."""

@@ -145,6 +145,9 @@ def test_the_parts_are_those_that_mindspore_compiles():
     owned = [name for name in report["model"] if name in parts]
     first_stage = ("transformer.wte.", "transformer.wpe.", "transformer.h.0.")
     assert owned == [name for name in report["model"] if not name.startswith(first_stage)]
+    # This rank has made its parts, with the values of those parts, and no others.
+    assert report["filled"] == dict.fromkeys(owned, True)
+    assert report["declared"] == [name for name in report["model"] if name.startswith(first_stage)]
     for name in owned:
         assert shapes[name] == parts[name][2] == shapes[f"exp_avg.{name}"] == shapes[f"accu_grads.{name}"]
     # The last rank has the last rows: of the second half by tp, the last quarter by zero_stage.
