@@ -20,6 +20,7 @@ LAYERS = {
     "ms_zero.hardware": 0,
     "ms_zero.rng": 0,
     "ms_zero.resources": 0,
+    "ms_zero.template": 0,
     "ms_zero.native": 0,
     "ms_zero.pipeline": 0,  # __init__ stays empty
     "ms_zero.pipeline.balance": 0,
@@ -69,6 +70,7 @@ WITHOUT_MINDSPORE = (
     "ms_zero.hardware",
     "ms_zero.rng",
     "ms_zero.resources",
+    "ms_zero.template",
     "ms_zero.native",
     "ms_zero.pipeline.balance",
     "ms_zero.pipeline.schedule",

@@ -12,15 +12,8 @@ import it.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import json
-import os
-import select
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +21,7 @@ from typing import Any
 
 from ms_zero.errors import UserError
 from ms_zero.graph.ir import Graph, parse
+from ms_zero.template import NoReport, ask
 
 _REPORT_GRACE_S = 20.0
 _OWN = "ms_zero.graph.own:build_inspected"
@@ -143,75 +137,7 @@ def _raise(report: Mapping[str, str], messages: list[str]) -> None:
 
 
 def _run(job: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    template = _template(os.getpid())
     try:
-        return template.run(job, limit_s)
-    except BaseException:
-        template.close()
-        raise
-
-
-class _Template:
-    """This end of the template process; started on first use, and again after :meth:`close`."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send one job and wait for its report."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        process = self._process
-        try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            raise FrontEndError("the template process ended: can it import mindspore?") from None
-        line = _read_line(process.stdout.fileno(), time.monotonic() + limit_s)
-        if not line:
-            raise FrontEndError(f"no report within {limit_s:.0f} s")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process = None
-
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        return subprocess.Popen(
-            [sys.executable, "-m", "ms_zero.graph.frontend_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
-            text=True,
-            start_new_session=True,
-        )
-
-
-@functools.cache
-def _template(pid: int) -> _Template:
-    """One template per process (`pid`: a forked copy of the caller must not use its parent's)."""
-    template = _Template()
-    atexit.register(template.close)
-    return template
-
-
-def _read_line(fd: int, deadline: float) -> str:
-    data = b""
-    while not data.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([fd], [], [], left)[0]:
-            return ""
-        chunk = os.read(fd, 1 << 16)
-        if not chunk:
-            return ""
-        data += chunk
-    return data.decode()
+        return ask("ms_zero.graph.frontend_process", _ENVIRONMENT, job, limit_s)
+    except NoReport as error:
+        raise FrontEndError(str(error)) from None
