@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ms_zero.config import load_config
@@ -131,9 +132,24 @@ def test_the_run_file_schedule_and_commands_of_the_parallel_page_work(tmp_path):
     for name, text in zip(names, blocks("parallel.md", "yaml"), strict=True):
         (tmp_path / name).write_text(text)
     (tmp_path / "swapped.csv").write_text(blocks("parallel.md", "text")[0])
-    for command in [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]:
+    lines = [line for block in blocks("parallel.md", "bash") for line in block.splitlines()]
+    for command in (line for line in lines if line.startswith("ms-zero")):
         shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
         assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+
+
+def test_the_chain_of_the_parallel_page_gives_the_same_numbers_alone_and_on_two_workers(tmp_path):
+    (program,) = blocks("parallel.md", "python")
+    (tmp_path / "chain.py").write_text(program)
+    printed = []
+    for command in blocks("parallel.md", "bash")[-1].splitlines():
+        shown = run(command.replace("msrun ", f"msrun --master_port={free_port()} "), tmp_path)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        logs = "".join(path.read_text() for path in tmp_path.glob("logs/worker_*.log"))
+        found = re.findall(r"step \d+  loss ([\d.]+)  norm ([\d.]+)", shown.stdout + logs)
+        printed.append(np.array(found[:2], float))
+    np.testing.assert_allclose(*printed, rtol=1e-4)
+    assert printed[0][1][0] < printed[0][0][0]
 
 
 def test_the_run_file_commands_and_program_of_the_page_on_experts_work(tmp_path):
