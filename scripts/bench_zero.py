@@ -21,11 +21,13 @@ counts.
   the formulas beside them.
 - ``offload_cpu_over_none``, ``offload_nvme_over_none``: time of a step of stage 2 with the optimizer state in
   host memory, or in a file in the folder for temporary files.
-- ``live_tensor_growth``: tensors alive after 220 steps that were not after 20, the most of all stages, some
+- ``live_tensor_growth``: tensors alive after 450 steps that were not after 250, the most of all stages, some
   with recompute and offload, each in processes of its own. ``rss_bytes_per_step``: growth of resident memory
-  meanwhile, the most of them; ``..._plain``: of a plain MindSpore loop with the same model, whose operators
-  leak a little, ``..._bare``: of forward and backward alone, by the functions of MindSpore that the engine
-  uses.
+  meanwhile, the most of them. MindSpore's operators leak a little, so each case has a plain loop beside it,
+  MindSpore's own from ``value_and_grad`` to ``AdamWeightDecay``, which runs as many operators: with recompute
+  by ``mindspore.recompute`` of the same cells, in bf16 with the same rounding of activations.
+  ``rss_bytes_per_step_plain``: the most of these loops; ``rss_bytes_per_step_over_plain``: the most that a
+  case grows more than its own loop. (The first 250 steps fill MindSpore's caches: in them all grow more.)
 - ``fsdp2_over_ddp``: time of a step of PyTorch's ``fully_shard`` over its ``DistributedDataParallel``, the
   same model, sizes and dtype, gloo, two processes of one thread; left out where torch is not installed.
 """
@@ -61,9 +63,7 @@ BUCKET_BYTES = 4 * 2**20
 STAGES = range(4)
 #: name -> dtype of weights, of gradients kept, bytes of the master copy
 PRECISIONS = {"": ("bf16", "bf16", 4), "_fp32_gradients": ("bf16", "fp32", 4), "_fp32": ("fp32", "fp32", 0)}
-WARM_UP = 20
 GROWN = ("live_tensor_growth", "rss_bytes_per_step")
-PLAIN, BARE = "plain MindSpore", "forward and backward alone"
 #: Cases of growth.
 GROWTH = {
     "stage 0": {"stage": 0},
@@ -77,6 +77,8 @@ GROWTH = {
 }
 #: Those of the quick mode.
 QUICK_GROWTH = ("stage 0", "stage 3 bf16 nvme")
+#: What of a case decides on the operators that run.
+OF_THE_LOOP = ("recompute", "policy")
 
 Step = Callable[[], object]
 
@@ -290,15 +292,24 @@ def held_between_microbatches(comm: Any, shape: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def growth(comm: Any, shape: Mapping[str, int], steps: int, folder: str, case: str) -> dict[str, Any]:
-    """Live tensors and resident memory that a number of steps add. Runs on the workers."""
+def growth(
+    comm: Any,
+    shape: Mapping[str, int],
+    steps: tuple[int, int],
+    options: Mapping[str, Any],
+    folder: str | None,
+) -> dict[str, Any]:
+    """Live tensors and resident memory that a number of steps add after a first number of them.
+
+    folder: for states on disk; None: the plain loop.
+    """
     from ms_zero.monitor import host_rss_bytes
     from ms_zero.testing.live import live_storages
 
-    made = LOOPS.get(case)
-    step = made(comm, shape) if made else training_of(comm, shape, folder, case).step
+    make = plain_step if folder is None else partial(sharded_step, folder=folder)
+    step = make(comm, shape, **options)
     counts = []
-    for number in (WARM_UP, steps):
+    for number in steps:
         for _ in range(number):
             step()
         tensors = len(live_storages())
@@ -306,28 +317,37 @@ def growth(comm: Any, shape: Mapping[str, int], steps: int, folder: str, case: s
         counts.append((tensors, host_rss_bytes()))
     (tensors, resident), (later_tensors, later_resident) = counts
     return {
-        "case": case,
         "live_tensor_growth": later_tensors - tensors,
-        "rss_bytes_per_step": (later_resident - resident) / steps,
+        "rss_bytes_per_step": (later_resident - resident) / steps[-1],
     }
 
 
-def training_of(comm: Any, shape: Mapping[str, int], folder: str, case: str) -> Training:
-    """The training of a case of growth."""
+def sharded_step(
+    comm: Any, shape: Mapping[str, int], folder: str, offload: str = "none", **options: Any
+) -> Step:
+    """The step of a case of growth."""
     from ms_zero.zero import HostStates, NvmeStates
 
-    options = dict(GROWTH[case])
-    offload = {"cpu": HostStates, "nvme": partial(NvmeStates, folder), "none": lambda: None}
-    place = options.pop("offload", "none")
-    return Training(comm, shape, batch=1, offload=offload[place](), **options)
+    places = {"cpu": HostStates, "nvme": partial(NvmeStates, folder), "none": lambda: None}
+    return Training(comm, shape, batch=1, offload=places[offload](), **options).step
 
 
-def plain_step(comm: Any, shape: Mapping[str, int]) -> Step:
+def plain_step(comm: Any, shape: Mapping[str, int], recompute: str = "none", policy: str = "fp32") -> Step:
     """The loop that MindSpore's documentation shows, on the same model."""
     import mindspore as ms
     from mindspore import nn
 
+    from ms_zero.precision.autocast import apply as autocast
+    from ms_zero.precision.policy import policy as named_policy
+
     model = build_model(shape)
+    autocast(model, named_policy(policy), "CPU")
+    blocks = model.transformer.h
+    if recompute == "full":
+        model.transformer.h = nn.CellList([repeated(block) for block in blocks])
+    elif recompute == "selective":
+        for block in blocks:
+            block.attn.attention = repeated(block.attn.attention)
     params = model.trainable_params()
     optimizer = nn.AdamWeightDecay(params, LR)
     gradients = ms.value_and_grad(loss_of(model, tokens(comm.rank, 1, shape["vocab_size"])), None, params)
@@ -338,8 +358,50 @@ def plain_step(comm: Any, shape: Mapping[str, int]) -> Step:
     return step
 
 
-#: The loops that others write: nothing of them is this project's but the model.
-LOOPS = {PLAIN: plain_step, BARE: partial(bare_pass, batch=1)}
+def repeated(cell: Any) -> Any:
+    """The cell, whose forward MindSpore repeats in backward."""
+    import mindspore as ms
+
+    class Repeated(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__(auto_prefix=False)
+            self.cell = cell
+
+        def construct(self, *args: Any) -> Any:
+            return ms.recompute(self.cell, *args)
+
+    return Repeated()
+
+
+def measure_growth(quick: bool, folder: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics and cases of what is left over by steps."""
+    steps = (10, 10) if quick else (250, 200)
+    tensors, resident = GROWN
+    plain: dict[tuple, dict[str, Any]] = {}
+    cases, over = [], []
+    for name in QUICK_GROWTH if quick else GROWTH:
+        options = GROWTH[name]
+        loop = {key: options[key] for key in OF_THE_LOOP if key in options}
+        key = tuple(loop.items())
+        if key not in plain:
+            plain[key] = {"case": "plain loop", **loop, **most_growth(steps, loop, None)}
+        cases.append({"case": name, **most_growth(steps, options, folder)})
+        over.append(cases[-1][resident] - plain[key][resident])
+    metrics = {
+        tensors: max(case[tensors] for case in cases),
+        resident: max(case[resident] for case in cases),
+        f"{resident}_plain": max(case[resident] for case in plain.values()),
+        f"{resident}_over_plain": max(over),
+    }
+    return metrics, [*plain.values(), *cases]
+
+
+def most_growth(steps: tuple[int, int], options: Mapping[str, Any], folder: str | None) -> dict[str, Any]:
+    """Of the worker with the most."""
+    from ms_zero.testing import run_workers
+
+    ranks = run_workers(WORKERS, growth, SMALL, steps, options, folder, timeout_s=600)
+    return max(ranks, key=itemgetter(*GROWN))
 
 
 def torch_worker(rank: int, port: int, shape: Mapping[str, int], rounds: int) -> dict[str, list[float]]:
@@ -447,7 +509,7 @@ def time_figures(ranks: list[dict[str, Any]]) -> tuple[dict[str, float], list[di
     return metrics, cases
 
 
-def measure(quick: bool, rounds: int, steps: int, folder: str) -> dict[str, Any]:
+def measure(quick: bool, rounds: int, folder: str) -> dict[str, Any]:
     """All figures as metrics and cases."""
     from ms_zero.testing import run_workers
 
@@ -458,13 +520,8 @@ def measure(quick: bool, rounds: int, steps: int, folder: str) -> dict[str, Any]
         held = run_workers(world_size, held_between_microbatches, shape, timeout_s=300)[0]
         metrics |= {f"bytes_per_param_{name}": alive for name, (alive, _) in held.items()}
         cases += [{"case": name, "bytes_per_param": held[name][0], "theory": held[name][1]} for name in held]
-    grown = [
-        max(run_workers(WORKERS, growth, SMALL, steps, folder, name, timeout_s=300), key=itemgetter(*GROWN))
-        for name in (PLAIN, BARE, *(QUICK_GROWTH if quick else GROWTH))
-    ]
-    cases += grown
-    metrics |= {name: max(case[name] for case in grown[2:]) for name in GROWN}
-    metrics |= {f"{GROWN[1]}_{name}": case[GROWN[1]] for name, case in zip(("plain", "bare"), grown)}
+    left, grown = measure_growth(quick, folder)
+    metrics, cases = metrics | left, cases + grown
     if importlib.util.find_spec("torch"):
         times = time_torch(quick, rounds)
         metrics["fsdp2_over_ddp"] = statistics.median(
@@ -490,7 +547,7 @@ def main() -> int:
         return 0
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(args.quick, rounds, 10 if args.quick else 200, folder)
+        found = measure(args.quick, rounds, folder)
     for name, value in found["metrics"].items():
         print(f"{name:46} {value:.4g}")
     print(f"load average {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end")

@@ -13,7 +13,7 @@ STAGES = range(4)
 RATIOS = {"offload_cpu_over_none", "offload_nvme_over_none"} | {f"stage{n}_over_stage0" for n in (1, 2, 3)}
 SHARES = {f"overhead_{kind}stage{stage}" for kind in ("", "cpu_") for stage in STAGES}
 TRAFFIC = {f"traffic_stage{stage}_over_theory" for stage in STAGES}
-GROWTH = {"live_tensor_growth"} | {f"rss_bytes_per_step{loop}" for loop in ("", "_plain", "_bare")}
+GROWTH = {"live_tensor_growth"} | {f"rss_bytes_per_step{loop}" for loop in ("", "_plain", "_over_plain")}
 #: Bytes per parameter on N ranks, by the suffix of the figure.
 FORMULAS = {
     "": lambda n: (16, 4 + 12 / n, 2 + 14 / n, 16 / n),
