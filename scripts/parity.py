@@ -127,7 +127,7 @@ def main() -> int:
         results = _run(cases, Plan(args.steps or STEPS[args.matrix], GRADIENT_STEP[args.matrix]))
     for line in _disagreements(results):
         print(f"DIFFERS: {line}")
-    metrics, precisions = _metrics(results), _by_precision(results)
+    metrics, precisions = metrics_of(results), _by_precision(results)
     for name, part in {**precisions, "all": metrics}.items():
         print(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in part.items()))
     if args.json:
@@ -159,12 +159,18 @@ def _disagreements(results: list[Result]) -> list[str]:
     return [*filter(None, pairs), *(f"loss scales of {reference}" for reference in scales)]
 
 
-def _metrics(results: list[Result]) -> dict[str, float]:
+def metrics_of(results: list[Result]) -> dict[str, float]:
+    """The figures of all cases; "max_rel_..." are those in fp32, with the precision before it of the others."""
     groups = bitwise_groups(results)
+    maxima = {}
+    for precision in dict.fromkeys(result.precision for result in results):
+        found = _maxima([result for result in results if result.precision == precision])
+        prefix = "" if precision == "fp32" else f"{precision}_"
+        maxima |= {f"{prefix}{name}": value for name, value in found.items()}
     return {
         "cases": len(results),
         "failures": sum(result.divergence is not None for result in results),
-        **_maxima(results),
+        **maxima,
         "bitwise_groups": len(groups),
         "bitwise_failures": sum(bool(bitwise_difference(members)) for members in groups.values()),
         "scale_failures": sum(len(histories) > 1 for histories in scale_histories(results).values()),

@@ -1,5 +1,8 @@
 """The harness itself: it must pass what is equal and point at what is not."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -17,6 +20,7 @@ from ms_zero.testing.parity import (
     scale_histories,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model.num_layers=1",
     "model.hidden_size=32",
@@ -164,3 +168,16 @@ def test_frozen_parameters_stay_and_16_bits_repeat_the_roundings():
     (result,) = run_cases([frozen], Plan(steps=2, gradient_step=1))
     assert result.divergence is None and result.precision == "bf16"
     assert result.max_rel["grad"] < 1e-6 < result.max_rel["fp32 grad"]
+
+
+def test_the_figures_of_16_bits_stand_apart_from_those_of_fp32():
+    spec = importlib.util.spec_from_file_location("parity", ROOT / "scripts" / "parity.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    results = [
+        Result(case(1), "fp32", max_rel={"loss": 2e-7}),
+        Result(case(2), "bf16", max_rel={"loss": 3e-5, "fp32 loss": 4e-4}),
+    ]
+    figures = script.metrics_of(results)
+    assert (figures["cases"], figures["failures"], figures["max_rel_loss"]) == (2, 0, 2e-7)
+    assert (figures["bf16_max_rel_loss"], figures["bf16_max_rel_fp32_loss"]) == (3e-5, 4e-4)
