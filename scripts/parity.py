@@ -160,7 +160,7 @@ def _disagreements(results: list[Result]) -> list[str]:
 
 
 def metrics_of(results: list[Result]) -> dict[str, float]:
-    """The figures of all cases; "max_rel_..." are those in fp32, with the precision before it of the others."""
+    """The figures of all cases: "max_rel_..." in fp32, and of other precisions with their name before it."""
     groups = bitwise_groups(results)
     maxima = {}
     for precision in dict.fromkeys(result.precision for result in results):
