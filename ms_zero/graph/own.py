@@ -25,7 +25,7 @@ from ms_zero.errors import UserError, one_line
 from ms_zero.graph.compiled import CompiledStep
 from ms_zero.graph.given import Strategy, apply_strategies, uses_axis
 from ms_zero.graph.network import ReusedScaledLoss, ScaledLoss, loss_factor
-from ms_zero.graph.parallel import Options, Stages, auto_parallel, even_split, place_blocks
+from ms_zero.graph.parallel import Options, Stages, auto_parallel, place_blocks
 from ms_zero.graph.places import load_function
 from ms_zero.graph.reduce import MicrobatchGradients, SameGradients
 from ms_zero.graph.step import Summary, check_parameters
@@ -35,6 +35,7 @@ from ms_zero.graph.update import Update
 from ms_zero.mesh import AXES, Mesh
 from ms_zero.optim.clip import GradientDecision, decide
 from ms_zero.parallel.styles import matches
+from ms_zero.pipeline.balance import even_split
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
 
 _RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}

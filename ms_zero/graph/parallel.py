@@ -13,15 +13,16 @@ with fp32 weights that are their own masters and are gathered as such, and Adam:
 "sent" counts gathers and reductions of all parameters, 4 (N - 1)/N bytes each, in a step of k microbatches.
 Levels 1 and 2 keep what they gathered until the last backward. Level 3 gathers for every forward and again
 for every backward; without accumulation or a pipeline MindSpore 2.10.0 leaves the second gather out, and
-always for the weight that is used last. A parameter whose first dim N does not divide is not sharded but
-summed as in stage 0. With replicas the whole gradient is summed over them before it is scattered.
+always for tables whose rows are looked up. A parameter whose first dim N does not divide is not sharded but
+summed as in stage 0. Replicas sum whole gradients before they are scattered where k is 1, and else the
+shards, once a step. `ms_zero.plan.compiled` counts it all.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from ms_zero.config.auto_parallel import SCHEDULES, problems
 from ms_zero.errors import UserError
 from ms_zero.graph.strategies import Grid
 from ms_zero.plan.recompute import plan_recompute
+from ms_zero.plan.run import stage_layers
 
 V_SHAPED = "zero_bubble_v"
 
@@ -175,24 +177,13 @@ def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
             f"train.accumulation_steps {config.train.accumulation_steps}: {V_SHAPED} needs at least two "
             f"microbatches a stage: {2 * parallel.pp}"
         )
-    layers = even_split(config.model.num_layers, parallel.pp * virtual)
-    return Stages(parallel.pp, scheduler or name, interleave, layers)
-
-
-def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk; the middle ones take the rest, since the ends hold embedding and head.
-
-    Raises:
-        UserError: there are fewer layers than chunks.
-    """
-    if num_layers < chunks:
+    graph = replace(config, engine=replace(config.engine, kind="graph"))  # an inspected run may be for eager
+    layers = stage_layers(graph, parallel.pp * virtual)
+    if 0 in layers:
         raise UserError(
-            f"parallel.pp: {chunks} chunks for {num_layers} layers: the graph engine puts at least one into "
-            "each: lower parallel.pp or parallel.virtual_stages"
+            f"parallel.stage_layers: {list(layers)}: the graph engine puts at least one layer into each stage"
         )
-    least, rest = divmod(num_layers, chunks)
-    first = (chunks - rest) // 2
-    return tuple(least + (first <= chunk < first + rest) for chunk in range(chunks))
+    return Stages(parallel.pp, scheduler or name, interleave, layers)
 
 
 def recompute_kinds(config: RunConfig) -> tuple[str, ...]:

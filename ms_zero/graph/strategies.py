@@ -33,6 +33,7 @@ from ms_zero.graph.ring import LEFT_UP_CAUSAL, RingAttention, causal_mask, ring_
 from ms_zero.models.gpt import GPT, GPTAttention, GPTBlock
 from ms_zero.models.layers import Embedding, LayerNorm, Linear, RMSNorm, name_parameters_by_path
 from ms_zero.models.llama import Llama, LlamaAttention, LlamaLayer
+from ms_zero.plan.compiled import is_vocabulary_cut
 
 ContextKind = Literal["ring", "ulysses"]
 _MASKED = -30000.0
@@ -443,7 +444,7 @@ class TokenRows(nn.Cell):
         self.weight, self.parameter_rules, self.dtype = plain.weight, plain.parameter_rules, dtype
         self.gather, self.cast = ops.Gather(), ops.Cast()
         rows = grid.parts(grid.rows)
-        if is_vocabulary_cut(plain.weight.shape[0], grid):
+        if is_vocabulary_cut(plain.weight.shape[0], grid.tp):
             self.gather.shard(((grid.tp, 1), (grid.parts(_ROWS),)), ((rows, 1),))
         else:
             self.gather.shard(((1, 1), (rows,)))
@@ -452,11 +453,6 @@ class TokenRows(nn.Cell):
         """Map int32 [N] to [N, H]; returns the table too, in `dtype`, for a head that is tied to it."""
         table = self.cast(self.weight, self.dtype)
         return self.gather(table, indices, 0), table
-
-
-def is_vocabulary_cut(vocab_size: int, grid: Grid) -> bool:
-    """Whether tp cuts the tables of tokens; else each tp rank works on rows of its own with whole tables."""
-    return vocab_size % grid.tp == 0
 
 
 class PositionRows(nn.Cell):
@@ -508,7 +504,7 @@ class Head(nn.Cell):
 
 def logit_cuts(vocab_size: int, grid: Grid) -> tuple[tuple[str, ...], str]:
     """Axes that cut the rows and the columns of logits."""
-    return (_ROWS, "tp") if is_vocabulary_cut(vocab_size, grid) else ((*_ROWS, "tp"), "None")
+    return (_ROWS, "tp") if is_vocabulary_cut(vocab_size, grid.tp) else ((*_ROWS, "tp"), "None")
 
 
 class ShardedGPTTransformer(nn.Cell):

@@ -6,7 +6,7 @@ import pytest
 from front_end_cases import config_of
 
 from ms_zero.errors import UserError
-from ms_zero.graph.parallel import even_split, options_of
+from ms_zero.graph.parallel import options_of
 from ms_zero.graph.strategies import Grid
 
 
@@ -48,11 +48,22 @@ def test_an_order_that_would_have_no_effect_is_refused(stages, name):
         options_of(config, name)
 
 
-def test_layers_are_split_evenly_and_the_ends_get_no_rest():
-    assert even_split(6, 4) == (1, 2, 2, 1)
-    assert even_split(8, 4) == (2, 2, 2, 2)
-    with pytest.raises(UserError, match="4 chunks for 3 layers"):
-        even_split(3, 4)
+@pytest.mark.parametrize(
+    ("layers", "keys", "expected"),
+    [(6, (), (1, 2, 2, 1)), (8, (), (2, 2, 2, 2)), (6, ("parallel.stage_layers=[3,1,1,1]",), (3, 1, 1, 1))],
+)
+def test_layers_are_split_evenly_and_the_ends_get_no_rest_unless_the_run_says_so(layers, keys, expected):
+    config = config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys)
+    assert options_of(config).stages.chunk_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "keys", "message"),
+    [(3, (), "4 chunks for 3 layers"), (6, ("parallel.stage_layers=[3,0,2,1]",), "at least one layer")],
+)
+def test_stages_without_layers_are_refused(layers, keys, message):
+    with pytest.raises(UserError, match=message):
+        options_of(config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys))
 
 
 def test_recompute_by_block():
