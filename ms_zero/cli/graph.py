@@ -19,15 +19,12 @@ def inspect(
     workers: int | None,
     keep: str | None,
     json_path: str | None,
-    scheduler: str | None,
 ) -> int:
     """Print what rank `rank` communicates in a step; returns the exit status."""
     if ":" in Path(run).name:
-        if scheduler is not None:
-            raise UserError("--scheduler: a function names its own order; leave the option out")
         case = _case_of_function(run, overrides, rank, workers)
     else:
-        case = _case_of_run(run, overrides, rank, workers, scheduler)
+        case = _case_of_run(run, overrides, rank, workers)
     try:
         compiled = compile_case(case, timeout_s=3600, keep=None if keep is None else Path(keep))
     except FrontEndError as error:
@@ -48,15 +45,12 @@ def inspect(
     return 0
 
 
-def _case_of_run(
-    run: str, overrides: list[str], rank: int, workers: int | None, scheduler: str | None
-) -> Case:
+def _case_of_run(run: str, overrides: list[str], rank: int, workers: int | None) -> Case:
     parallel = load_config(run, overrides, workers, to_run=False).config.parallel
     mesh = Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
     if not 0 <= rank < mesh.world_size:
         raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
     arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}
-    arguments["scheduler"] = scheduler
     return Case("ms_zero.graph.inspected:build_run", arguments, rank=rank, size=mesh.world_size)
 
 

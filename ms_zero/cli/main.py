@@ -314,8 +314,6 @@ def _graph(argv: Sequence[str]) -> int:
     add("--rank", type=int, default=0, metavar="R", help="whose graph it is (default 0)")
     add("--keep", metavar="PATH", help="write MindSpore's text of the graph to this file")
     add("--json", dest="json_path", metavar="PATH", help="also write every operation as JSON")
-    help_text = "zero_bubble_v: MindSpore's order for interleaved pipelines with two virtual stages"
-    add("--scheduler", metavar="NAME", help=help_text)
     arguments = vars(parser.parse_intermixed_args(argv))
     from ms_zero.cli.graph import inspect
 

@@ -9,6 +9,14 @@ SCHEDULES = MappingProxyType(
 )
 """Schedule of a config -> (scheduler of MindSpore, interleave)."""
 
+COMPILED = MappingProxyType({"zb-v": ("zero_bubble_v", True), "seqpipe": ("seqpipe", True)})
+"""The same for schedules that only MindSpore's compiler has."""
+
+
+def stages_per_rank(schedule: str, virtual_stages: int) -> int:
+    """Model chunks on each pipeline rank; zb-v goes through the ranks once forth and once back."""
+    return 2 if schedule == "zb-v" else virtual_stages
+
 
 def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, message) for each.
@@ -19,6 +27,7 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     yield from _pipeline_problems(value)
     yield from _expert_problems(value)
     yield from _context_problems(value)
+    yield from _interleave_problems(value)
     stage = value("parallel.zero_stage")
     if value("parallel.sync_each_microbatch") != (stage >= 2):
         message = f"hsdp reduces in every microbatch in stages 2 and 3 and once a step below ({stage} here)"
@@ -49,15 +58,53 @@ def _expert_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
 
 
 def _pipeline_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
-    if value("parallel.pp") == 1:
+    ranks, schedule = value("parallel.pp"), value("parallel.schedule")
+    if ranks == 1:
         return
-    schedule = value("parallel.schedule")
-    if schedule not in SCHEDULES:
-        message = f"MindSpore's compiler has no order {schedule}; use one of {', '.join(SCHEDULES)}"
+    known = {**SCHEDULES, **COMPILED}
+    if schedule not in known:
+        message = f"MindSpore's compiler has no order {schedule}; use one of {', '.join(known)}"
         yield "parallel.schedule", message
-    if value("model.tie_embeddings"):
-        message = "MindSpore 2.10.0 counts the gradients of a table that stages share twice in the norm"
-        yield "model.tie_embeddings", f"{message}, and does not sum them with hsdp; set it to false"
+    count = value("train.accumulation_steps")
+    if schedule == "zb-v" and count < 2 * ranks:
+        message = f"zb-v needs two microbatches a pipeline rank, {2 * ranks}, not {count}"
+        yield "train.accumulation_steps", f"{message}; raise it, or use 1f1b"
+    if schedule == "seqpipe":
+        yield from _parts_problems(value)
+    if 0 in value("parallel.stage_layers"):
+        yield "parallel.stage_layers", "the graph engine puts blocks on each stage; give each at least one"
+
+
+def _parts_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    parts, length = value("parallel.sequence_parts"), value("data.seq_len")
+    if value("model.family") == "moe":
+        yield "parallel.schedule", "seqpipe: routers see whole sequences; use 1f1b"
+    if length % parts:
+        message = f"{parts} does not divide the {length} tokens of a sequence"
+        yield "parallel.sequence_parts", f"{message}; change it, or data.seq_len"
+    if value("precision.compute") == "fp32":
+        message = "seqpipe: attention of a part of a sequence takes 16 bits"
+        yield "precision.compute", f"{message}; use bf16 or fp16"
+    if value("memory.recompute") != "none":
+        message = "seqpipe: what attention keeps of the parts before cannot be computed again"
+        yield "memory.recompute", f"{message}; set it to none"
+    for path in ("parallel.cp", "parallel.micro_batch_interleave"):
+        if value(path) > 1:
+            yield path, f"seqpipe cuts sequences itself, {value(path)} times more is not done; set it to 1"
+
+
+def _interleave_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    parts, samples = value("parallel.micro_batch_interleave"), value("train.micro_batch_size")
+    if parts == 1:
+        return
+    if value("model.family") == "moe":
+        yield "parallel.micro_batch_interleave", "not tried with experts; set it to 1"
+    if value("parallel.tp") == 1:
+        message = f"{parts} parts of a microbatch overlap the sums of tensor parallelism, and there are none"
+        yield "parallel.micro_batch_interleave", f"{message}; set it to 1, or parallel.tp above 1"
+    if samples % parts:
+        message = f"{parts} does not divide the {samples} samples of a microbatch"
+        yield "parallel.micro_batch_interleave", f"{message}; change it, or train.micro_batch_size"
 
 
 def _context_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -325,6 +325,18 @@ def _check_auto_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
         yield from auto_parallel.problems(facts.values.get)
 
 
+def _check_compiled_only(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.values["engine.kind"] == "graph":
+        return
+    name, parts = facts.values["parallel.schedule"], facts.values["parallel.micro_batch_interleave"]
+    if facts.values["parallel.pp"] > 1 and name in auto_parallel.COMPILED:
+        message = f"{name} is an order of MindSpore's compiler"
+        yield "parallel.schedule", f"{message}; set engine to graph, or use zb-h1"
+    if parts > 1:
+        message = f"{parts} has no use with engine eager, which does not compute while it sums"
+        yield "parallel.micro_batch_interleave", f"{message}; set it to 1, or engine to graph on Ascend"
+
+
 def _check_graph_untried(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["engine.kind"] == "graph" and facts.values["hardware.target"] == "Ascend":
         yield "engine.kind", "graph compiles for Ascend, but no NPU has run it yet; watch the first steps"
@@ -388,16 +400,17 @@ def _check_expert_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
-    names = ("pp", "schedule", "virtual_stages")
-    pp, name, num_virtual = (facts.values[f"parallel.{key}"] for key in names)
-    if name not in NAMES and not is_file(name):
-        near = " or ".join(nearest(name, NAMES))
+    keys = ("pp", "schedule", "virtual_stages")
+    pp, name, num_virtual = (facts.values[f"parallel.{key}"] for key in keys)
+    names = (*NAMES, *auto_parallel.COMPILED)
+    if name not in names and not is_file(name):
+        near = " or ".join(nearest(name, names))
         hint = f"; did you mean {near}?" if near else ""
-        expected = f"expected one of {', '.join(NAMES)}, or the path of a .csv file{hint}"
+        expected = f"expected one of {', '.join(names)}, or the path of a .csv file{hint}"
         yield "parallel.schedule", f"{show(name)} is not a schedule; {expected}"
     elif is_file(name):
         yield from _check_schedule_file(facts, pp, name)
-    elif pp > 1:
+    elif pp > 1 and name in NAMES:
         for path, count in _microbatch_counts(facts):
             refusal = refuse(name, pp, count, num_virtual)
             if refusal:
@@ -436,7 +449,7 @@ def _num_chunks(facts: Facts) -> int | None:
     """Stages of the whole pipeline; None when its schedule is wrong, which has a finding of its own."""
     pp, name = facts.values["parallel.pp"], facts.values["parallel.schedule"]
     if not is_file(name):
-        return pp * facts.values["parallel.virtual_stages"]
+        return pp * auto_parallel.stages_per_rank(name, facts.values["parallel.virtual_stages"])
     try:
         return read_csv(Path(name)).num_stages
     except UserError:
@@ -553,6 +566,7 @@ _GRAPH_UNCUT = {
     "parallel.pp": (1,),
     "parallel.tp": (1,),
     "parallel.cp": (1,),
+    "parallel.micro_batch_interleave": (1,),
     "parallel.ep": (1,),
     "parallel.zero_stage": (0,),
     "memory.recompute": ("none",),
@@ -893,16 +907,31 @@ _PARALLEL_RULES = (
             "engine.kind",
             "hardware.target",
             "parallel.pp",
+            "parallel.tp",
+            "parallel.schedule",
+            "parallel.stage_layers",
+            "parallel.micro_batch_interleave",
             "parallel.zero_stage",
             "parallel.sync_each_microbatch",
             "parallel.cp",
             "parallel.context",
+            "train.accumulation_steps",
             "train.micro_batch_size",
             "precision.compute",
             "model.hidden_size",
             "model.num_heads",
         ),
         _check_auto_parallel,
+    ),
+    Rule(
+        "MZ086",
+        "The engine has this order of microbatches",
+        "unavailable",
+        "zb-v, seqpipe and parts of a microbatch that take turns are orders of MindSpore's compiler, which "
+        "engine: graph uses on Ascend. The eager engine of this version does not have them.",
+        "Change the key as the message says, or set engine to graph and hardware.target to Ascend.",
+        ("engine.kind", "parallel.pp", "parallel.schedule", "parallel.micro_batch_interleave"),
+        _check_compiled_only,
     ),
     Rule(
         "MZ079",

@@ -389,13 +389,21 @@ class ParallelConfig:
 
     pp: int = _count("Pipeline stages.", default=1)
     schedule: str = key(
-        "Order of the microbatches on the stages: gpipe, 1f1b, interleaved, zb-h1, or the path of a .csv "
-        "file with one row a rank and cells such as 0F3 (stage, F B or W, microbatch). Without stages a "
-        "named one has no effect, so that a run file keeps it whatever pp is.",
+        "Order of the microbatches on the stages: gpipe, 1f1b, interleaved, zb-h1, with engine graph also "
+        "zb-v and seqpipe, or the path of a .csv file with one row a rank and cells such as 0F3 (stage, F B "
+        "or W, microbatch). Without stages a named one has no effect, so that a run file keeps it whatever "
+        "pp is.",
         default="1f1b",
     )
     virtual_stages: int = _count(
         "Stages of each pipeline rank.", default=1, used_when=("schedule", ("interleaved",)), maximum=1000
+    )
+    sequence_parts: int = _count(
+        "Parts of a sequence that go through the stages one after the other.",
+        default=2,
+        minimum=2,
+        maximum=1024,
+        used_when=("schedule", ("seqpipe",)),
     )
     stage_layers: tuple[int, ...] = key(
         "Blocks of each stage, in model order, 0 included; []: share them out by stage_balance.",
@@ -424,6 +432,12 @@ class ParallelConfig:
     tp: int = _count("Tensor-parallel ranks.", default=1)
     ep: int = _count(
         "Expert-parallel ranks, among dp_shard x cp: each holds some of the experts.", default=1
+    )
+    micro_batch_interleave: int = _count(
+        "Parts into which engine graph cuts a microbatch on Ascend, so that the sums of tensor parallelism "
+        "of one part overlap with the computation of another.",
+        default=1,
+        maximum=1024,
     )
     sequence_parallel: bool = key(
         "Whether tensor-parallel ranks also cut norms, dropout and residuals along the sequence: the same "

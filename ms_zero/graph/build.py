@@ -14,7 +14,7 @@ from ms_zero.graph.engine import GraphEngine
 from ms_zero.graph.initial import declare, seeded_values
 from ms_zero.graph.moe import LoadBalancer, MoEGraphEngine, auxiliary_sum, compiled_decoder, twin_of
 from ms_zero.graph.network import LossNetwork
-from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
+from ms_zero.graph.parallel import auto_parallel, cut_sequences, options_of, place_blocks
 from ms_zero.graph.precision import compute_in
 from ms_zero.graph.ring import ring_order
 from ms_zero.graph.step import GraphStep
@@ -130,9 +130,11 @@ def auto_parallel_step(
     options, optim = options_of(config, ring=ring), config.optim
     twin = twin_of(model, config.model, options.grid, DTYPES[config.precision.compute])
     place_blocks(twin, options)
+    twin = cut_sequences(twin, config, options.grid)
     loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)
     aux = auxiliary_sum(config.model, options.grid)
-    parts = build_train_cell(config, twin, loss_sum=loss, aux_sum=aux, scaler=scaler, target="Ascend")
+    losses = {"loss_sum": loss, "aux_sum": aux}
+    parts = build_train_cell(config, twin, plain=model, **losses, scaler=scaler, target="Ascend")
     cell = auto_parallel(parts.cell, options, 2 + len(parts.extras), folder)
     return CompiledStep(
         cell,

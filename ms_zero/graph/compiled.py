@@ -17,6 +17,7 @@ from ms_zero.data import NO_RESETS, DocumentResets
 from ms_zero.errors import UserError
 from ms_zero.graph.engine import DTYPE, GraphAccount, GraphEngine
 from ms_zero.graph.initial import fill
+from ms_zero.graph.seqpipe import CACHE_GRADIENT, caches
 from ms_zero.graph.slices import held_boxes, saved_here
 from ms_zero.graph.step import Summary, graph_mode
 from ms_zero.graph.train import TrainParts
@@ -81,10 +82,11 @@ class CompiledStep:
         """As :meth:`prepare`, for tensors of the shapes and dtypes of a step on this rank."""
         with graph_mode():
             self.cell.compile(*inputs)
-        of_model = {id(param) for param in self.parts.network.get_parameters()}
+        network = self.parts.network
+        of_model = {id(param) for param in network.get_parameters()} - {id(each) for each in caches(network)}
         for param in self.cell.get_parameters():
             if param.has_init and id(param) not in of_model and self.holds(param):
-                param.init_data()  # optimizer state and sums, which are cut like their parameters
+                param.init_data()  # optimizer state, sums and caches, which are cut like their parameters
         self.is_prepared = True
 
     def forward_backward(self, *batch: Tensor, weight: float) -> None:
@@ -143,7 +145,8 @@ class CompiledStep:
 
     def holds(self, param: Parameter) -> bool:
         """Whether this rank has a part of a parameter; other stages of a pipeline have others."""
-        return not self.is_cut or param.name in self.layouts()
+        # The compiler does not cut the gradients of a cache: they go with it.
+        return not self.is_cut or param.name.removesuffix(CACHE_GRADIENT) in self.layouts()
 
     @property
     def is_cut(self) -> bool:

@@ -21,7 +21,7 @@ from ms_zero import models
 from ms_zero.comm import Group
 from ms_zero.config import ModelConfig, ParallelConfig, RunConfig, load_config
 from ms_zero.graph.moe import auxiliary_sum, twin_of
-from ms_zero.graph.parallel import auto_parallel, options_of, place_blocks
+from ms_zero.graph.parallel import auto_parallel, cut_sequences, options_of, place_blocks
 from ms_zero.graph.strategies import ShardedCrossEntropySum
 from ms_zero.graph.train import build_train_cell
 from ms_zero.mesh import AXES, Mesh
@@ -32,31 +32,28 @@ _FAMILIES = {"gpt": models.GPT, "llama": models.Llama}
 
 
 def build_run(
-    run: str, overrides: Sequence[str], workers: int | None, scheduler: str | None = None
+    run: str, overrides: Sequence[str], workers: int | None
 ) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
     """The wrapped train cell of a run file, the inputs of a step on one rank, and notes.
-
-    ``scheduler``: see `ms_zero.graph.parallel.options_of`.
 
     Raises:
         UserError: the run file is refused, or asks for what this engine does not do.
     """
     config = load_config(run, overrides, workers, to_run=False).config
-    return build_config(config, scheduler)
+    return build_config(config)
 
 
-def build_config(
-    config: RunConfig, scheduler: str | None = None
-) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
+def build_config(config: RunConfig) -> tuple[AutoParallel, tuple[Tensor, ...], dict[str, Any]]:
     """As :func:`build_run`, for a config."""
-    options = options_of(config, scheduler, declared_ring(config.parallel))
+    options = options_of(config, declared_ring(config.parallel))
     dtype = _DTYPES[config.precision.compute]
     plain = declared_model(config.model)
     twin = twin_of(plain, config.model, options.grid, dtype)
     place_blocks(twin, options)
+    twin = cut_sequences(twin, config, options.grid)
     loss = ShardedCrossEntropySum(config.model.vocab_size, options.grid)
     aux = auxiliary_sum(config.model, options.grid)
-    parts = build_train_cell(config, twin, loss_sum=loss, aux_sum=aux, target="Ascend")
+    parts = build_train_cell(config, twin, plain=plain, loss_sum=loss, aux_sum=aux, target="Ascend")
     folder = Path(tempfile.mkdtemp(prefix="ms-zero-speed-up-"))
     cell = auto_parallel(parts.cell, options, 2 + len(parts.extras), folder)
     rows = config.train.micro_batch_size * config.train.accumulation_steps

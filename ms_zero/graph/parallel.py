@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_zero.comm import Group
 from ms_zero.config import RunConfig
-from ms_zero.config.auto_parallel import SCHEDULES, problems
+from ms_zero.config.auto_parallel import COMPILED, SCHEDULES, problems, stages_per_rank
 from ms_zero.errors import UserError
-from ms_zero.graph.strategies import Grid
+from ms_zero.graph.seqpipe import in_parts
+from ms_zero.graph.strategies import Grid, Head, TokenRows
 from ms_zero.plan.recompute import plan_recompute
 from ms_zero.plan.run import stage_layers
-
-V_SHAPED = "zero_bubble_v"
+from ms_zero.precision.policy import DTYPES
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,22 @@ class Stages:
         count: pipeline stages.
         scheduler: MindSpore's name of the order.
         interleave: whether a stage may hold several chunks of the model.
-        chunk_layers: layers of each chunk; chunk c lies on stage c % count as its segment c // count. With
-            zero_bubble_v the second segments go from the last stage to the first.
+        chunk_layers: layers of each chunk, in model order.
     """
 
     count: int
     scheduler: str
     interleave: bool
     chunk_layers: tuple[int, ...]
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """The stage that holds a chunk, and which of its chunks it is.
+
+        Chunks go round the stages; with zero_bubble_v from the last one back to the first.
+        """
+        segment, place = divmod(chunk, self.count)
+        goes_back = self.scheduler == "zero_bubble_v" and segment == 1
+        return (self.count - 1 - place if goes_back else place), segment
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,10 @@ class Options:
     speed_up: Mapping[str, Any]
 
 
-def options_of(config: RunConfig, scheduler: str | None = None, ring: Group | None = None) -> Options:
+def options_of(config: RunConfig, ring: Group | None = None) -> Options:
     """What a config asks of AutoParallel.
 
-    ``scheduler``: "zero_bubble_v", an order of MindSpore that no key of a config names: two chunks a stage,
-    the second ones in reverse, so that the model begins and ends on stage 0. For ``parallel.schedule:
-    interleaved`` with two virtual stages. ``ring``: this rank's group of cp ranks.
+    ``ring``: this rank's group of cp ranks.
 
     Raises:
         UserError: something that this engine does not do.
@@ -107,7 +113,7 @@ def options_of(config: RunConfig, scheduler: str | None = None, ring: Group | No
     _check(config)
     return Options(
         grid=grid,
-        stages=stages_of(config, scheduler) if parallel.pp > 1 or scheduler is not None else None,
+        stages=stages_of(config) if parallel.pp > 1 else None,
         hsdp_level=parallel.zero_stage,
         shard_size=parallel.dp_shard * parallel.cp if parallel.dp_replicate > 1 else -1,
         fusion_mb=max(1, int(parallel.bucket_mb)),
@@ -162,28 +168,21 @@ def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-def stages_of(config: RunConfig, scheduler: str | None = None) -> Stages:
-    """The cut of a pipeline."""
+def stages_of(config: RunConfig) -> Stages:
+    """The cut of a pipeline, by the same keys as the eager engine's.
+
+    Raises:
+        UserError: a stage would have no blocks.
+    """
     parallel = config.parallel
-    name, interleave = SCHEDULES[parallel.schedule]
-    virtual = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
-    if scheduler is not None and (scheduler != V_SHAPED or virtual != 2 or parallel.pp == 1):
-        raise UserError(
-            f"graph: scheduler {scheduler}: expected {V_SHAPED}, with parallel.pp, parallel.schedule "
-            "interleaved and two virtual stages"
-        )
-    if scheduler == V_SHAPED and config.train.accumulation_steps < 2 * parallel.pp:
-        raise UserError(
-            f"train.accumulation_steps {config.train.accumulation_steps}: {V_SHAPED} needs at least two "
-            f"microbatches a stage: {2 * parallel.pp}"
-        )
-    graph = replace(config, engine=replace(config.engine, kind="graph"))  # an inspected run may be for eager
-    layers = stage_layers(graph, parallel.pp * virtual)
+    scheduler, interleave = {**SCHEDULES, **COMPILED}[parallel.schedule]
+    layers = stage_layers(config, parallel.pp * stages_per_rank(parallel.schedule, parallel.virtual_stages))
     if 0 in layers:
         raise UserError(
-            f"parallel.stage_layers: {list(layers)}: the graph engine puts at least one layer into each stage"
+            f"graph: the stages have {list(layers)} blocks: the graph engine puts at least one on each: set "
+            "parallel.stage_layers, or lower parallel.pp or parallel.virtual_stages"
         )
-    return Stages(parallel.pp, scheduler or name, interleave, layers)
+    return Stages(parallel.pp, scheduler, interleave, layers)
 
 
 def recompute_kinds(config: RunConfig) -> tuple[str, ...]:
@@ -231,11 +230,28 @@ def _place_stages(model: nn.Cell, stages: Stages) -> None:
     placed += [(cell, last) for cell in model.last_cells]
     placed += list(zip(model.blocks, chunks, strict=True))
     for cell, chunk in placed:
-        segment, place = divmod(chunk, stages.count)
-        goes_back = stages.scheduler == V_SHAPED and segment == 1
-        cell.pipeline_stage = stages.count - 1 - place if goes_back else place
+        cell.pipeline_stage, segment = stages.place(chunk)
         if last >= stages.count:
             cell.pipeline_segment = segment
+    table, head = model.first_cells[0], model.last_cells[-1]
+    is_tied = isinstance(table, TokenRows) and isinstance(head, Head) and head.is_tied
+    if is_tied and table.pipeline_stage != head.pipeline_stage:
+        table.sends_table = True
+
+
+def cut_sequences(model: nn.Cell, config: RunConfig, grid: Grid) -> nn.Cell:
+    """A sharded model, with its blocks placed, as the order of a run's pipeline needs it."""
+    parallel, train = config.parallel, config.train
+    if parallel.pp == 1 or parallel.schedule != "seqpipe":
+        return model
+    return in_parts(
+        model,
+        num_parts=parallel.sequence_parts,
+        samples=train.micro_batch_size * grid.dp,
+        tokens=config.data.seq_len,
+        grid=grid,
+        dtype=DTYPES[config.precision.compute],
+    )
 
 
 def auto_parallel(

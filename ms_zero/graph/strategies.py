@@ -281,6 +281,13 @@ class Attention(nn.Cell):
 
     def heads(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """Map x [B T, H] to [B T, heads D]; shape: (B, T). cos and sin: [1, T, 1, D], None: no rotation."""
+        q, k, v = self.projected(x, shape, cos, sin)
+        return self.joined(self.attention(q, k, v), shape)
+
+    def projected(
+        self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, heads, D] of x [B T, H]."""
         x = self.enter(x)
         q = self.reshape(self.q_proj(x), shape + self.q_shape)
         k = self.reshape(self.k_proj(x), shape + self.kv_shape)
@@ -289,7 +296,10 @@ class Attention(nn.Cell):
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None:
             q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
-        out = self.attention(q, k, v)
+        return q, k, v
+
+    def joined(self, out: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Map what attention returns, [B, T, heads, D], to [B T, heads D]."""
         return self.reshape(out, (shape[0] * shape[1], self.q_shape[0] * self.q_shape[1]))
 
 
@@ -442,9 +452,10 @@ class TokenRows(nn.Cell):
     def __init__(self, plain: Embedding, grid: Grid, dtype: ms.Type) -> None:
         super().__init__()
         self.weight, self.parameter_rules, self.dtype = plain.weight, plain.parameter_rules, dtype
-        self.gather, self.cast = ops.Gather(), ops.Cast()
-        rows = grid.parts(grid.rows)
-        if is_vocabulary_cut(plain.weight.shape[0], grid.tp):
+        self.gather, self.cast, self.sends_table = ops.Gather(), ops.Cast(), False
+        rows, is_cut = grid.parts(grid.rows), is_vocabulary_cut(plain.weight.shape[0], grid.tp)
+        self.copy = ops.Identity().shard((grid.layout("tp" if is_cut else "None", "None"),))
+        if is_cut:
             self.gather.shard(((grid.tp, 1), (grid.parts(_ROWS),)), ((rows, 1),))
         else:
             self.gather.shard(((1, 1), (rows,)))
@@ -452,7 +463,7 @@ class TokenRows(nn.Cell):
     def construct(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Map int32 [N] to [N, H]; returns the table too, in `dtype`, for a head that is tied to it."""
         table = self.cast(self.weight, self.dtype)
-        return self.gather(table, indices, 0), table
+        return self.gather(table, indices, 0), self.copy(table) if self.sends_table else table
 
 
 class PositionRows(nn.Cell):
@@ -474,15 +485,20 @@ class PositionRows(nn.Cell):
 
     def construct(self, shape: tuple[int, int]) -> Tensor:
         """Return [B T, H] for shape (B, T)."""
-        return self.gather(self.cast(self.weight, self.dtype), self.indices(shape[0], shape[1], self.most), 0)
+        return self.at(self.indices(shape[0], shape[1], self.most))
+
+    def at(self, indices: Tensor) -> Tensor:
+        """Rows [N, H] of the positions int32 [N]."""
+        return self.gather(self.cast(self.weight, self.dtype), indices, 0)
 
 
 class Head(nn.Cell):
     """Logits, fp32 [N, V]: columns cut over tp where it divides the vocabulary, else rows.
 
     A tied head has no weight of its own. It is given the table, so that a pipeline sends it to the last stage
-    and its gradient back: once a step each, whatever the number of microbatches. A Parameter that two stages
-    use would get wrong gradients from MindSpore 2.10.0: with hsdp they are not summed over the stages.
+    and its gradient back, like any other tensor of a microbatch. A Parameter that two stages use MindSpore
+    2.10.0 sends once in a step, but counts its gradient in the norm on both stages, does not add them up with
+    hsdp level 1, does not compile with level 3, and sends another dtype than is expected where it is cast.
     """
 
     def __init__(self, plain: Linear, grid: Grid, dtype: ms.Type, *, tied: bool) -> None:
@@ -498,7 +514,7 @@ class Head(nn.Cell):
 
     def construct(self, x: Tensor, table: Tensor) -> Tensor:
         """Map x [N, H]; table [V, H]: used when tied."""
-        weight = table if self.is_tied else self.cast(self.weight, self.dtype)
+        weight = self.cast(table if self.is_tied else self.weight, self.dtype)
         return self.widen(self.matmul(x, weight), ms.float32)
 
 

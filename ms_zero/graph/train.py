@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.parallel.nn import GradAccumulation, Pipeline
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
 from ms_zero import models
 from ms_zero.config import OptimConfig, RunConfig
 from ms_zero.graph.network import EXTRA_ARGUMENTS, LossNetwork, ReusedScaledLoss, ScaledLoss, loss_factor
 from ms_zero.graph.reduce import MicrobatchGradients, SameGradients
 from ms_zero.graph.scale import ClipDecision, GlobalSquares, WithDecision
+from ms_zero.graph.seqpipe import SequenceParts
 from ms_zero.graph.update import GRAD_SCALE_AT, Update, scalars_parameter
 from ms_zero.kernels import reference
 from ms_zero.kernels.dispatch import resolve_target
@@ -100,6 +101,7 @@ def build_train_cell(
     scaler: LossScaler | None = None,
     wrap: Callable[[nn.Cell], nn.Cell] | None = None,
     gradients: Callable[[ParameterTuple], nn.Cell] | None = None,
+    plain: nn.Cell | None = None,
     target: str | None = None,
 ) -> TrainParts:
     """The step of a run as one graph. Nothing here communicates or needs a running job.
@@ -113,6 +115,7 @@ def build_train_cell(
         wrap: makes of the network of one microbatch that of a step; None: Pipeline with stages, else
             GradAccumulation with several microbatches, else nothing.
         gradients: makes the cell that joins the gradients of microbatches; None: what fits ``wrap``.
+        plain: whose layers say which parameters decay; None: ``model``.
         target: see `ms_zero.kernels.dispatch`.
     """
     extras = batch_extras(config)
@@ -121,9 +124,9 @@ def build_train_cell(
     scaled = ScaledLoss if on_cpu else ReusedScaledLoss
     network = scaled(LossNetwork(model, extras, loss_sum=loss_sum, aux_sum=aux_sum), factor)
     params = trained_parameters(model)
-    step = _wrapped(config, network) if wrap is None else wrap(network)
+    step = _wrapped(config, network, model) if wrap is None else wrap(network)
     joined = default_gradients(config, params) if gradients is None else gradients(params)
-    update = build_update(config.optim, model, params, target)
+    update = build_update(config.optim, model if plain is None else plain, params, target)
     scaler = StaticLossScaler(1.0) if scaler is None else scaler
     cell = TrainCell(
         step,
@@ -157,9 +160,13 @@ def build_update(
     return Update(params, [param.name in decaying for param in params], kind=config.kind, target=target)
 
 
-def _wrapped(config: RunConfig, network: nn.Cell) -> nn.Cell:
-    count = config.train.accumulation_steps
+def _wrapped(config: RunConfig, network: nn.Cell, model: nn.Cell) -> nn.Cell:
+    count, parts = config.train.accumulation_steps, config.parallel.micro_batch_interleave
+    if parts > 1:
+        network = MicroBatchInterleaved(network, parts)
     if config.parallel.pp > 1:
+        if config.parallel.schedule == "seqpipe":
+            network = SequenceParts(network, model.counter, config.parallel.sequence_parts)
         return Pipeline(network, count)
     return GradAccumulation(network, count) if count > 1 else network
 

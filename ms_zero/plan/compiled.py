@@ -139,13 +139,16 @@ def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_agai
 
 
 def _pipeline_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
-    """Forward from every chunk but the last, back from every chunk but the first."""
+    """Forward from every chunk but the last, back from every chunk but the first; and a tied table."""
     if layout.pp == 1:
         return 0.0
     borders = sum((chunk > 0) + (chunk < layout.chunks - 1) for chunk in _chunks(layout, stage))
     split = layout.tp if layout.sequence_parallel else 1
-    elements = pipeline(_tokens(layout), shape.hidden_size, split)
-    return borders * layout.microbatches * layout.precision.activation * elements
+    width = layout.precision.activation
+    sent = borders * layout.microbatches * width * pipeline(_tokens(layout), shape.hidden_size, split)
+    if shape.tie_embeddings and stage in (0, layout.pp - 1):  # the table goes, its gradient comes back
+        sent += layout.microbatches * width * _table(shape, layout).elements
+    return sent
 
 
 def _input_bytes(layout: Layout, stage: int) -> float:
@@ -172,7 +175,7 @@ def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[We
                 yield weight, True
     if stage == layout.pp - 1:
         yield from ((weight, True) for weight in norm_weights(shape.norm, shape.hidden_size))
-        if not is_tied:
+        if not shape.tie_embeddings:
             yield _table(shape, layout), True
 
 

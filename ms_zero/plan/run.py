@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ms_zero.config.auto_parallel import COMPILED
+from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
-from ms_zero.pipeline.balance import balance, even_split
+from ms_zero.pipeline.balance import balance
 from ms_zero.pipeline.schedule import is_file, read_csv
 from ms_zero.plan.activations import kernels_of
 from ms_zero.plan.flops import head_flops, layer_flops
@@ -26,11 +28,17 @@ def layout_of(config: RunConfig) -> Layout:
     """The layout that a run config describes.
 
     Raises:
-        UserError: the schedule is one from a file, and it cannot be read.
+        UserError: the schedule is one from a file, and it cannot be read; or one that only MindSpore has,
+            for which the planner has no formulas.
     """
+    if config.parallel.pp > 1 and config.parallel.schedule in COMPILED:
+        raise UserError(
+            f"parallel.schedule: the planner has no formulas for {config.parallel.schedule}: plan with "
+            "another, such as parallel.schedule=1f1b"
+        )
     layout = _layout(config)
     is_default = config.parallel.stage_balance == "parameters" and not config.parallel.stage_layers
-    if config.parallel.pp == 1 or (is_default and config.engine.kind == "eager"):
+    if config.parallel.pp == 1 or is_default:
         return layout
     return layout.replace(chunk_layers=stage_layers(config, layout.chunks))
 
@@ -41,8 +49,6 @@ def stage_layers(config: RunConfig, num_stages: int) -> tuple[int, ...]:
     if parallel.stage_layers:
         return parallel.stage_layers
     if parallel.stage_balance == "parameters":
-        if config.engine.kind == "graph":
-            return even_split(shape.num_layers, num_stages)
         return split_layers(shape, num_stages)
     name, dtype = config.hardware.device, config.precision.compute
     device = None if name is None else load_device(name)

@@ -25,6 +25,7 @@ STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
 ON_910B2 = ["hardware.target=Ascend", "hardware.device=ascend-910b2"]
 AUTO_PARALLEL = ["engine=graph", *ON_910B2, "train.eval_interval=0"]
+PARTS_OF_SEQUENCES = ["parallel.pp=2", "parallel.schedule=seqpipe", "precision.policy=bf16"]
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -427,9 +428,50 @@ CASES = [
     ),
     (
         "MZ078",
-        "model.tie_embeddings",
-        [*AUTO_PARALLEL, "parallel.pp=2"],
+        "train.accumulation_steps",
+        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.schedule=zb-v", "train.accumulation_steps=2"],
+        [*ON_910B2, "parallel.pp=2", "train.accumulation_steps=2"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.stage_layers",
+        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.stage_layers=[0, 4]"],
+        [*ON_910B2, "parallel.pp=2", "parallel.stage_layers=[0, 4]"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.sequence_parts",
+        [*AUTO_PARALLEL, *PARTS_OF_SEQUENCES, "parallel.sequence_parts=3"],
         [*ON_910B2, "parallel.pp=2"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "memory.recompute",
+        [*AUTO_PARALLEL, *PARTS_OF_SEQUENCES, "memory.recompute=full"],
+        [*ON_910B2, "parallel.pp=2", "memory.recompute=full"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "parallel.micro_batch_interleave",
+        [*AUTO_PARALLEL, "parallel.zero_stage=1", "parallel.micro_batch_interleave=2"],
+        [*ON_910B2, "parallel.zero_stage=1"],
+        2,
+        GPT,
+    ),
+    ("MZ086", "parallel.schedule", ["parallel.pp=2", "parallel.schedule=zb-v"], ["parallel.pp=2"], 2, GPT),
+    (
+        "MZ086",
+        "parallel.micro_batch_interleave",
+        ["parallel.tp=2", "parallel.micro_batch_interleave=2"],
+        ["parallel.tp=2"],
         2,
         GPT,
     ),

@@ -60,10 +60,9 @@ def kept_at(workers, overrides, rank):
 
 
 @functools.cache
-def compiled(workers, *overrides, rank=0, scheduler=None, family="llama"):
+def compiled(workers, *overrides, rank=0, family="llama"):
     """What the front end makes of a case; skips the test where MindSpore is another version."""
     arguments = {"run": run_file(family), "overrides": list(overrides), "workers": workers}
-    arguments["scheduler"] = scheduler
     case, keep = Case(BUILD_RUN, arguments, rank=rank, size=workers), kept_at(workers, overrides, rank)
     try:
         return compile_case(case, timeout_s=TIMEOUT_S, keep=keep)

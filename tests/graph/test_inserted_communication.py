@@ -174,23 +174,6 @@ def test_schedules_send_what_their_chunks_need(schedule, forward):
     assert_planned(2, *overrides, "train.accumulation_steps=2")
 
 
-def test_zero_bubble_v_begins_and_ends_on_the_first_stage():
-    overrides = ("parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved")
-    overrides += ("parallel.virtual_stages=2",)
-    graph = compiled(2, *overrides, "train.accumulation_steps=4", scheduler="zero_bubble_v").graph
-    for name in ("Send", "Receive"):
-        for phase in ("forward", "backward"):
-            assert graph.number(name, role="pipeline", phase=phase) == 4, (name, phase)
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= graph.parameters.keys()
-
-
-def test_zero_bubble_v_wants_two_microbatches_a_stage():
-    overrides = ("parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved")
-    overrides += ("parallel.virtual_stages=2", "train.accumulation_steps=2")
-    with pytest.raises(UserError, match="at least two microbatches a stage: 4"):
-        compiled(2, *overrides, scheduler="zero_bubble_v")
-
-
 def test_three_axes_at_once():
     overrides = ("parallel.pp=2", TP, SP, "model.num_layers=2", "train.accumulation_steps=2")
     graph = compiled(8, *overrides, "parallel.zero_stage=2", rank=7).graph
@@ -227,10 +210,6 @@ def test_the_report_names_axes_and_sums():
         (["parallel.cp=2", "train.micro_batch_size=2"], "one sample at a time"),
         (["parallel.cp=4", "parallel.context=ulysses"], "tp x cp 4 does not divide 2 key-value heads"),
         (["memory.recompute=sqrt"], "recomputed one by one"),
-        (
-            ["parallel.pp=2", "model.tie_embeddings=true", "model.num_layers=2"],
-            "counts the gradients of a table that stages share twice",
-        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(overrides, message):

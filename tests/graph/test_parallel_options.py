@@ -41,28 +41,18 @@ def test_schedules_by_the_names_of_mindspore(schedule, expected):
     assert sum(stages.chunk_layers) == 4
 
 
-@pytest.mark.parametrize(("stages", "name"), [(1, "zero_bubble_v"), (2, "seqpipe")])
-def test_an_order_that_would_have_no_effect_is_refused(stages, name):
-    config = config_of(2, f"parallel.pp={stages}", "model.num_layers=2")
-    with pytest.raises(UserError, match=f"scheduler {name}: expected zero_bubble_v"):
-        options_of(config, name)
-
-
 @pytest.mark.parametrize(
     ("layers", "keys", "expected"),
     [(6, (), (1, 2, 2, 1)), (8, (), (2, 2, 2, 2)), (6, ("parallel.stage_layers=[3,1,1,1]",), (3, 1, 1, 1))],
 )
-def test_layers_are_split_evenly_and_the_ends_get_no_rest_unless_the_run_says_so(layers, keys, expected):
+def test_layers_are_balanced_with_the_ends_unless_the_run_says_so(layers, keys, expected):
     config = config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys)
     assert options_of(config).stages.chunk_layers == expected
 
 
-@pytest.mark.parametrize(
-    ("layers", "keys", "message"),
-    [(3, (), "4 chunks for 3 layers"), (6, ("parallel.stage_layers=[3,0,2,1]",), "at least one layer")],
-)
-def test_stages_without_layers_are_refused(layers, keys, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize(("layers", "keys"), [(3, ()), (6, ("parallel.stage_layers=[3,0,2,1]",))])
+def test_stages_without_layers_are_refused(layers, keys):
+    with pytest.raises(UserError, match="at least one"):
         options_of(config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys))
 
 

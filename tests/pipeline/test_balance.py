@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement
 import pytest
 
 from ms_zero.errors import UserError
-from ms_zero.pipeline.balance import balance, explicit, stage_of
+from ms_zero.pipeline.balance import balance, even_split, explicit, stage_of
 
 
 def loads(costs, ranges, first, last):
@@ -50,3 +50,10 @@ def test_a_list_of_blocks_has_to_add_up():
     for wrong in ([-1.0], [float("nan")]):
         with pytest.raises(UserError, match="costs of at least 0"):
             balance(wrong, 2)
+
+
+def test_layers_are_split_evenly_and_the_ends_get_no_rest():
+    assert even_split(6, 4) == (1, 2, 2, 1)
+    assert even_split(8, 4) == (2, 2, 2, 2)
+    with pytest.raises(UserError, match="4 chunks for 3 layers"):
+        even_split(3, 4)
