@@ -49,6 +49,12 @@ from ms_zero.zero.units import UnitSpec, Wrap, plan_units, wrap_blocks
 from ms_zero.zero.windows import Place, Unit, Windows
 
 MAX_STAGE = 3
+#: How MindSpore 2.10.0 refuses to add gradients of two dtypes, and what that means here.
+_MIXED_SUM = "primitive[Add], the input arguments must have same data type"
+_MIXED_GRADIENTS = (
+    "zero: a 16-bit parameter is used by a kernel of ms_zero and by an operator of MindSpore: it cannot add "
+    "the gradients of the two: use it in one way only (as ms_zero.models do), or choose policy bf16 or fp32"
+)
 
 
 @dataclass(frozen=True)
@@ -217,6 +223,10 @@ class Sharded:
             yield
             self._windows.close_all()
             complete = True  # only now: an operation that is still queued may be the one that fails
+        except TypeError as error:
+            if _MIXED_SUM in str(error):
+                raise UserError(_MIXED_GRADIENTS) from error
+            raise
         finally:
             clear_grads(self._trained_params)
             if not complete:

@@ -10,6 +10,7 @@ from ms_zero.comm import ProcessMesh, local
 from ms_zero.errors import UserError
 from ms_zero.mesh import Mesh
 from ms_zero.models import GPT
+from ms_zero.models.layers import Linear
 from ms_zero.optim import SGD, AdamW
 from ms_zero.testing import run_workers
 from ms_zero.zero import Options, shard, wrap_classes
@@ -218,6 +219,30 @@ def test_what_cannot_be_sharded_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             make()
+
+
+class TwoUses(nn.Cell):
+    """One weight in a layer of ours and in an operator of MindSpore."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Linear(4, 4, bias=False, init_std=0.1)
+        self.layer.weight = Parameter(Tensor(TARGETS[:4]), name="weight")
+
+    def construct(self, x):
+        return mint.matmul(self.layer(x), self.layer.weight)
+
+
+def test_gradients_that_mindspore_cannot_add_are_explained():
+    for policy in ("fp32", "bf16", "fp16"):
+        model = shard(TwoUses(), ProcessMesh(Mesh(), local("CPU")), stage=3, policy=policy)
+        with model.record():
+            loss = model(Tensor(TARGETS)).astype(ms.float32).sum()
+        if policy != "fp16":
+            model.backward(loss)
+            continue
+        with pytest.raises(UserError, match="cannot add the gradients of the two: use it in one way only"):
+            model.backward(loss)
 
 
 def test_a_model_has_one_optimizer():
