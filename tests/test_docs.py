@@ -192,6 +192,14 @@ def test_the_program_of_the_graph_page_prints_the_same_on_two_workers_and_no_dep
     assert len(printed[0]) == 3 and printed[0] == printed[1]
 
 
+def test_the_run_file_and_commands_on_orders_of_the_compiler_work(tmp_path):
+    (tmp_path / "orders.yaml").write_text(blocks("auto-parallel.md", "yaml")[1])
+    commands = next(each for each in blocks("auto-parallel.md", "bash") if "orders.yaml" in each)
+    for command in commands.splitlines():
+        shown = run(command.replace("ms-zero", f"{sys.executable} -m ms_zero"), tmp_path)
+        assert shown.returncode == 0, f"{command}\n{shown.stdout}{shown.stderr}"
+
+
 def test_the_program_and_the_commands_on_models_of_ones_own_under_autoparallel_work(tmp_path):
     (program,) = blocks("auto-parallel.md", "python")
     (tmp_path / "own_parallel.py").write_text(program)
