@@ -89,8 +89,8 @@ subgraph @main() {
 def test_the_run_file_and_command_of_the_page_work(tmp_path, monkeypatch, capsys):
     compile_tiny("two_products")  # skips where MindSpore is another version
     text = (HERE.parents[1] / "docs" / "auto-parallel.md").read_text()
-    (run_file,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^```bash\nms-zero (.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    run_file, *_ = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    command, *_ = re.findall(r"^```bash\nms-zero (.*?)\n```$", text, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sharded.yaml").write_text(run_file)
     assert main(shlex.split(command)) == 0
