@@ -106,7 +106,8 @@ def _build_engine(
     folder = Path(config.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     schedule = build_schedule(config)
-    return build_compiled_engine(config, pmesh, model, scaler=scaler, schedule=schedule, folder=folder)
+    parts = {"scaler": scaler, "schedule": schedule, "folder": folder, "resets": resets}
+    return build_compiled_engine(config, pmesh, model, **parts)
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -88,6 +88,9 @@ def _parts_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if value("memory.recompute") != "none":
         message = "seqpipe: what attention keeps of the parts before cannot be computed again"
         yield "memory.recompute", f"{message}; set it to none"
+    for path in ("data.reset_attention", "data.reset_positions"):
+        if value(path):
+            yield path, "seqpipe: parts know nothing of the documents of parts before; set it to false"
     for path in ("parallel.cp", "parallel.micro_batch_interleave"):
         if value(path) > 1:
             yield path, f"seqpipe cuts sequences itself, {value(path)} times more is not done; set it to 1"

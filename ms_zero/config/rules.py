@@ -577,8 +577,6 @@ _GRAPH_ON_CPU = {**_GRAPH_UNCUT, "precision.compute": ("fp32", "fp16")}
 _GRAPH_EXPERTS = {"data.reset_attention": (False,), "data.reset_positions": (False,)}
 # With it.
 _GRAPH_CUT = {
-    "data.reset_attention": (False,),
-    "data.reset_positions": (False,),
     "train.eval_interval": (0,),
     "train.rampup_samples": (0,),
     "memory.recompute": ("none", "full", "every_k", "selective"),

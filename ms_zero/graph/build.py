@@ -83,6 +83,7 @@ def build_compiled_engine(
     scaler: LossScaler,
     schedule: Callable[[int], float],
     folder: Path,
+    resets: DocumentResets,
 ) -> CompiledEngine:
     """The engine of a run that AutoParallel cuts; compiles at once. For Ascend, on which it has not been run.
 
@@ -93,6 +94,7 @@ def build_compiled_engine(
         scaler: of the loss.
         schedule: learning rate of an update.
         folder: gets MindSpore's options for overlaps.
+        resets: what restarts where a document begins.
 
     Raises:
         UserError: something that AutoParallel does not do.
@@ -105,9 +107,10 @@ def build_compiled_engine(
     step.prepare(train.micro_batch_size * train.accumulation_steps, config.data.seq_len)
     notes = _notes(config.precision.compute, 1)
     notes += ["engine graph: MindSpore's AutoParallel cuts this run; that has not been tried on a device"]
-    degree = ring.size if config.parallel.context == "ring" else 1
-    order = partial(ring_order, degree=degree)
-    engine = CompiledEngine(model, step, comm=pmesh.comm, group=group, notes=notes, order=order)
+    is_ring = ring.size > 1 and config.parallel.context == "ring"
+    order = partial(ring_order, degree=ring.size) if is_ring else None
+    common = {"group": group, "resets": resets, "notes": notes}
+    engine = CompiledEngine(model, step, comm=pmesh.comm, order=order, **common)
     engine.fill(values)
     return engine
 

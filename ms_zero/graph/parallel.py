@@ -149,9 +149,9 @@ def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
         "model.dropout: its masks are drawn on the host: set it to 0 for the graph engine",
     )
     yield (
-        config.data.reset_attention or config.data.reset_positions,
-        "data.reset_attention and data.reset_positions: there are no strategies for document masks: set both "
-        "to false",
+        config.model.family == "moe" and (config.data.reset_attention or config.data.reset_positions),
+        "data.reset_attention and data.reset_positions: there are no strategies for documents in models with "
+        "experts: set both to false",
     )
     yield (
         memory.activations.startswith("int8"),

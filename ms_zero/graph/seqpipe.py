@@ -131,7 +131,9 @@ class PartAttention(nn.Cell):
         super().__init__(auto_prefix=False)
         self.whole, self.cached, self.project = whole, cached, project
 
-    def construct(self, x: Tensor, shape: tuple[int, int], where: tuple[Tensor, ...], _: None) -> Tensor:
+    def construct(
+        self, x: Tensor, shape: tuple[int, int], where: tuple[Tensor, ...], _: None, hidden: None = None
+    ) -> Tensor:
         """Map x [B T, H] to [B T, H]; where: part and place, then cos and sin or nothing."""
         cos, sin = (where[2], where[3]) if len(where) > 2 else (None, None)
         q, k, v = self.whole.projected(x, shape, cos, sin)

@@ -161,17 +161,22 @@ class EnterRegion(nn.Cell):
 
 
 class Rotary(nn.Cell):
-    """x cos + rotate(x) sin: x [B, T, heads, D] with heads over tp, tables [T, D]."""
+    """x cos + rotate(x) sin: x [B, T, heads, D] with heads over tp.
 
-    def __init__(self, grid: Grid) -> None:
+    Args:
+        grid: the devices.
+        by_sample: whether every sample has tables of its own.
+    """
+
+    def __init__(self, grid: Grid, *, by_sample: bool = False) -> None:
         super().__init__()
-        full, table = (grid.dp, grid.cp, grid.tp, 1), (1, grid.cp, 1, 1)
+        full, table = (grid.dp, grid.cp, grid.tp, 1), (grid.dp if by_sample else 1, grid.cp, 1, 1)
         self.multiply, self.add = ops.Mul().shard((full, table)), ops.Add().shard((full, full))
         self.negative, self.concat = ops.Neg().shard((full,)), ops.Concat(-1).shard((full, full))
         self.split = ops.Split(3, 2).shard((full,))
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x; cos and sin [1, T, 1, D]."""
+        """Rotate x; cos and sin [1, T, 1, D], by sample [B, T, 1, D]."""
         first, second = self.split(x)
         rotated = self.concat((self.negative(second), first))
         return self.add(self.multiply(x, cos), self.multiply(rotated, sin))
@@ -190,11 +195,17 @@ class FlashAttention(nn.Cell):
         )
         heads = (grid.dp, 1, grid.cp * grid.tp, 1)  # Ulysses, where there are cp ranks
         self.flash.shard((heads, heads, heads, (1, 1)))
+        self.masked = FlashAttentionScore(
+            head_num=num_heads, scale_value=1.0 / math.sqrt(head_dim), input_layout="BSND"
+        )
+        self.masked.shard((heads, heads, heads, (grid.dp, 1, 1, 1)))
         self.mask = causal_mask()
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return [B, T, H, D]."""
-        return self.flash(q, k, v, None, None, None, self.mask)[3]
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return [B, T, H, D]; hidden: of `DocumentMask`."""
+        if hidden is None:
+            return self.flash(q, k, v, None, None, None, self.mask)[3]
+        return self.masked(q, k, v, None, None, None, hidden)[3]
 
 
 class ProductAttention(nn.Cell):
@@ -213,6 +224,9 @@ class ProductAttention(nn.Cell):
         self.softmax = ops.Softmax(-1).shard((whole,))
         self.combine = ops.BatchMatMul().shard((whole, whole))
         self.reshape = ops.Reshape()
+        self.tile, self.cast = ops.Tile().shard(((dp, 1, 1, 1),)), ops.Cast()
+        self.penalty = ops.Mul().shard(((dp, 1, 1, 1), ()))
+        self.hide = ops.Add().shard((whole, (dp, 1, 1, 1)))
         masks: dict[tuple[int, int], Tensor] = {}
 
         def causal(length: int, repeats: int) -> Tensor:
@@ -224,15 +238,20 @@ class ProductAttention(nn.Cell):
         self.causal = ms.constexpr(causal)
         assert cp == 1, cp
 
-    def construct(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return [B, T, H, D]."""
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return [B, T, H, D]; hidden: of `DocumentMask`."""
         batch, length, heads, _ = q.shape
         order = (0, 2, 1, 3)
         q, k, v = self.to_heads(q, order), self.to_heads(k, order), self.to_heads(v, order)
         # The query heads of one key-value head are stacked along time: no repeated keys and values.
         stacked = (batch, self.num_kv_heads, -1, self.head_dim)
         scores = self.multiply(self.scores(self.reshape(q, stacked), k), self.scale)
-        scores = self.mask_add(scores, self.causal(length, heads // self.num_kv_heads))
+        repeats = heads // self.num_kv_heads
+        if hidden is None:
+            scores = self.mask_add(scores, self.causal(length, repeats))
+        else:
+            penalty = self.penalty(self.cast(hidden, ms.float32), _MASKED)
+            scores = self.hide(scores, self.tile(penalty, (1, 1, repeats, 1)))
         out = self.combine(self.softmax(scores), v)
         return self.to_rows(self.reshape(out, (batch, heads, length, self.head_dim)), order)
 
@@ -270,7 +289,7 @@ class Attention(nn.Cell):
         if self.has_norms:
             self.q_norm = HeadNorm(plain.q_norm, norm_eps, grid, dtype)
             self.k_norm = HeadNorm(plain.k_norm, norm_eps, grid, dtype)
-        self.rotary = Rotary(grid)
+        self.rotary, self.rotary_by_sample = Rotary(grid), Rotary(grid, by_sample=True)
         if grid.passes_blocks:
             self.attention = RingAttention(num_heads, head_dim, grid)
         elif dtype == ms.float32:
@@ -279,10 +298,25 @@ class Attention(nn.Cell):
             self.attention = FlashAttention(num_heads, head_dim, grid)
         self.reshape = ops.Reshape()
 
-    def heads(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        """Map x [B T, H] to [B T, heads D]; shape: (B, T). cos and sin: [1, T, 1, D], None: no rotation."""
+    def heads(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Map x [B T, H] to [B T, heads D].
+
+        Args:
+            x: rows of all samples.
+            shape: (B, T).
+            cos: [1, T, 1, D], [B, T, 1, D] with positions of its own for each sample, None: no rotation.
+            sin: as `cos`.
+            hidden: of `DocumentMask`; None: a sample is one text.
+        """
         q, k, v = self.projected(x, shape, cos, sin)
-        return self.joined(self.attention(q, k, v), shape)
+        return self.joined(self.attention(q, k, v, hidden), shape)
 
     def projected(
         self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None
@@ -295,7 +329,8 @@ class Attention(nn.Cell):
         if self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None:
-            q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
+            rotary = self.rotary if cos.shape[0] == 1 else self.rotary_by_sample
+            q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         return q, k, v
 
     def joined(self, out: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -310,9 +345,16 @@ class ShardedGPTAttention(Attention):
         super().__init__(plain, num_heads, num_heads, 0.0, grid, dtype)
         self.c_proj = RowLinear(plain.c_proj, grid, dtype)
 
-    def construct(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def construct(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Map x [B T, H] to [B T, H]; see `Attention.heads`."""
-        return self.c_proj(self.heads(x, shape, cos, sin))
+        return self.c_proj(self.heads(x, shape, cos, sin, hidden))
 
 
 class ShardedLlamaAttention(Attention):
@@ -324,9 +366,16 @@ class ShardedLlamaAttention(Attention):
         super().__init__(plain, num_heads, num_kv_heads, eps, grid, dtype)
         self.o_proj = RowLinear(plain.o_proj, grid, dtype)
 
-    def construct(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def construct(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Map x [B T, H] to [B T, H]; see `Attention.heads`."""
-        return self.o_proj(self.heads(x, shape, cos, sin))
+        return self.o_proj(self.heads(x, shape, cos, sin, hidden))
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, grid: Grid) -> None:
@@ -404,7 +453,9 @@ class Block(nn.Cell):
         """Run softmax(q k) v again in backward, and nothing else of the block."""
         core = getattr(self, self.attention_name).attention
         # Of a Cell MindSpore leaves the last operator out, and FlashAttention is a single one.
-        (core.flash if isinstance(core, FlashAttention) else core).recompute()
+        parts = (core.flash, core.masked) if isinstance(core, FlashAttention) else (core,)
+        for part in parts:
+            part.recompute()
 
 
 class ShardedGPTBlock(Block):
@@ -419,9 +470,16 @@ class ShardedGPTBlock(Block):
         self.ln_2 = RowNorm(plain.ln_2, eps, grid, dtype)
         self.mlp = GeluMLP(plain.mlp, grid, dtype)
 
-    def construct(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def construct(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Map x [B T, H] to [B T, H]; see Attention."""
-        x = self.join(x, self.attn(self.ln_1(x), shape, cos, sin))
+        x = self.join(x, self.attn(self.ln_1(x), shape, cos, sin, hidden))
         return self.join(x, self.mlp(self.ln_2(x)))
 
 
@@ -440,9 +498,16 @@ class ShardedLlamaLayer(Block):
         self.post_attention_layernorm = RowNorm(plain.post_attention_layernorm, eps, grid, dtype)
         self.mlp = GatedMLP(plain.mlp, grid, dtype)
 
-    def construct(self, x: Tensor, shape: tuple[int, int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def construct(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Map x [B T, H] to [B T, H]; see Attention."""
-        x = self.join(x, self.self_attn(self.input_layernorm(x), shape, cos, sin))
+        x = self.join(x, self.self_attn(self.input_layernorm(x), shape, cos, sin, hidden))
         return self.join(x, self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -474,7 +539,7 @@ class PositionRows(nn.Cell):
         self.weight, self.parameter_rules, self.dtype = plain.weight, plain.parameter_rules, dtype
         rows = grid.parts(grid.rows)
         self.gather, self.cast = ops.Gather().shard(((1, 1), (rows,))), ops.Cast()
-        self.most = plain.weight.shape[0]
+        self.most, self.reshape = plain.weight.shape[0], ops.Reshape()
 
         def indices(batch: int, length: int, most: int) -> Tensor:
             if length > most:
@@ -483,9 +548,11 @@ class PositionRows(nn.Cell):
 
         self.indices = ms.constexpr(indices)
 
-    def construct(self, shape: tuple[int, int]) -> Tensor:
-        """Return [B T, H] for shape (B, T)."""
-        return self.at(self.indices(shape[0], shape[1], self.most))
+    def construct(self, shape: tuple[int, int], positions: Tensor | None = None) -> Tensor:
+        """Return [B T, H] for shape (B, T); positions: int32 [B, T]."""
+        if positions is None:
+            return self.at(self.indices(shape[0], shape[1], self.most))
+        return self.at(self.reshape(positions, (-1,)))
 
     def at(self, indices: Tensor) -> Tensor:
         """Rows [N, H] of the positions int32 [N]."""
@@ -523,6 +590,35 @@ def logit_cuts(vocab_size: int, grid: Grid) -> tuple[tuple[str, ...], str]:
     return (_ROWS, "tp") if is_vocabulary_cut(vocab_size, grid.tp) else ((*_ROWS, "tp"), "None")
 
 
+class DocumentMask(nn.Cell):
+    """Starts of documents, int32 [B, T] -> what attention is to be told of them.
+
+    A mask, uint8 [B, 1, T, T], 1 where a query sees no key; with a ring the starts as they are.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        cut = (grid.dp, 1, 1, 1)
+        self.less, self.either = ops.Less().shard(((1, 1, 1, 1), cut)), ops.LogicalOr()
+        self.either.shard((cut, (1, 1, 1, 1)))
+        self.reshape, self.cast, self.is_mask = ops.Reshape(), ops.Cast(), not grid.passes_blocks
+
+        def constants(length: int) -> tuple[Tensor, Tensor]:
+            places = np.arange(length, dtype=np.int32)
+            return Tensor(places[None, None, None]), Tensor(np.triu(np.ones((1, 1, length, length), bool), 1))
+
+        self.keys = ms.constexpr(lambda length: constants(length)[0])
+        self.later = ms.constexpr(lambda length: constants(length)[1])
+
+    def construct(self, starts: Tensor) -> Tensor:
+        """Return it."""
+        if not self.is_mask:
+            return starts
+        batch, length = starts.shape
+        earlier = self.less(self.keys(length), self.reshape(starts, (batch, 1, length, 1)))
+        return self.cast(self.either(earlier, self.later(length)), ms.uint8)
+
+
 class ShardedGPTTransformer(nn.Cell):
     """Of the parameters of a GPTTransformer."""
 
@@ -532,15 +628,18 @@ class ShardedGPTTransformer(nn.Cell):
         cut = grid.layout(grid.rows, "None")
         self.add, self.reshape = ops.Add().shard((cut, cut)), ops.Reshape()
         self.h = nn.CellList([ShardedGPTBlock(block, num_heads, eps, grid, dtype) for block in plain.h])
-        self.ln_f = RowNorm(plain.ln_f, eps, grid, dtype)
+        self.ln_f, self.document_mask = RowNorm(plain.ln_f, eps, grid, dtype), DocumentMask(grid)
 
-    def construct(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def construct(
+        self, input_ids: Tensor, positions: Tensor | None, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Map int32 ids [B, T] to [B T, H], and return the table of tokens."""
         shape = input_ids.shape
         rows, table = self.wte(self.reshape(input_ids, (-1,)))
-        x = self.add(rows, self.wpe(shape))
+        x = self.add(rows, self.wpe(shape, positions))
+        hidden = None if starts is None else self.document_mask(starts)
         for block in self.h:
-            x = block(x, shape, None, None)
+            x = block(x, shape, None, None, hidden)
         return self.ln_f(x), table
 
 
@@ -569,9 +668,11 @@ class ShardedGPT(nn.Cell):
         """What comes after the blocks."""
         return self.transformer.ln_f, self.lm_head
 
-    def construct(self, input_ids: Tensor, positions: None = None, starts: None = None) -> Tensor:
-        """Return the logits."""
-        x, table = self.transformer(input_ids)
+    def construct(
+        self, input_ids: Tensor, positions: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits; the other arguments are those of `ms_zero.models.GPT`."""
+        x, table = self.transformer(input_ids, positions, starts)
         return self.lm_head(x, table)
 
 
@@ -583,28 +684,38 @@ class ShardedLlamaModel(nn.Cell):
     ) -> None:
         super().__init__()
         self.embed_tokens = TokenRows(plain.embed_tokens, grid, dtype)
-        self.reshape, self.dtype = ops.Reshape(), dtype
-        tables = plain.rotary_emb.table
+        self.reshape, self.dtype, self.document_mask = ops.Reshape(), dtype, DocumentMask(grid)
+        tables, most = plain.rotary_emb.table, plain.rotary_emb.max_seq_len
 
         def table(length: int, is_cos: bool) -> Tensor:
             return Tensor(tables(length, is_cos).asnumpy()[grid.positions(length)])
 
         self.table = ms.constexpr(table)
+        self.whole = ms.constexpr(lambda is_cos: tables(most, is_cos))
+        self.gather = ops.Gather().shard(((1, 1), (grid.parts(_ROWS),)))
         layers = [
             ShardedLlamaLayer(layer, num_heads, num_kv_heads, eps, grid, dtype) for layer in plain.layers
         ]
         self.layers = nn.CellList(layers)
         self.norm = RowNorm(plain.norm, eps, grid, dtype)
 
-    def construct(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, shape: tuple[int, int], positions: Tensor | None, is_cos: bool) -> Tensor:
+        """The table of all samples [1, T, 1, D], or of each by its positions [B, T, 1, D]."""
+        if positions is None:
+            return self.reshape(self.table(shape[1], is_cos).astype(self.dtype), (1, shape[1], 1, -1))
+        rows = self.gather(self.whole(is_cos), self.reshape(positions, (-1,)), 0)
+        return self.reshape(rows.astype(self.dtype), (shape[0], shape[1], 1, -1))
+
+    def construct(
+        self, input_ids: Tensor, positions: Tensor | None, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Map int32 ids [B, T] to [B T, H], and return the table of tokens."""
         shape = input_ids.shape
-        cos, sin = self.table(shape[1], True), self.table(shape[1], False)
-        cos = self.reshape(cos.astype(self.dtype), (1, shape[1], 1, -1))
-        sin = self.reshape(sin.astype(self.dtype), (1, shape[1], 1, -1))
+        cos, sin = self.angles(shape, positions, True), self.angles(shape, positions, False)
+        hidden = None if starts is None else self.document_mask(starts)
         x, table = self.embed_tokens(self.reshape(input_ids, (-1,)))
         for layer in self.layers:
-            x = layer(x, shape, cos, sin)
+            x = layer(x, shape, cos, sin, hidden)
         return self.norm(x), table
 
 
@@ -636,9 +747,11 @@ class ShardedLlama(nn.Cell):
         """What comes after the layers."""
         return self.model.norm, self.lm_head
 
-    def construct(self, input_ids: Tensor, positions: None = None, starts: None = None) -> Tensor:
-        """Return the logits."""
-        x, table = self.model(input_ids)
+    def construct(
+        self, input_ids: Tensor, positions: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits; the other arguments are those of `ms_zero.models.Llama`."""
+        x, table = self.model(input_ids, positions, starts)
         return self.lm_head(x, table)
 
 

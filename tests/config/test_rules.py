@@ -460,6 +460,14 @@ CASES = [
     ),
     (
         "MZ078",
+        "data.reset_attention",
+        [*AUTO_PARALLEL, *PARTS_OF_SEQUENCES, "data.reset_attention=true"],
+        [*ON_910B2, "parallel.pp=2", "data.reset_attention=true"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
         "parallel.micro_batch_interleave",
         [*AUTO_PARALLEL, "parallel.zero_stage=1", "parallel.micro_batch_interleave=2"],
         [*ON_910B2, "parallel.zero_stage=1"],

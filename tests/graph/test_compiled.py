@@ -22,7 +22,7 @@ from ms_zero.graph.slices import ParameterLayout, read_layout
 from ms_zero.graph.train import build_train_cell
 from ms_zero.mesh import Mesh
 from ms_zero.parallel.placement import Box
-from ms_zero.recipes.build import build_model, build_scaler
+from ms_zero.recipes.build import build_model, build_resets, build_scaler
 from ms_zero.runner import build_batch_schedule, build_schedule, build_trainer
 from ms_zero.trainer import Trainer
 
@@ -44,6 +44,8 @@ RUN = (
     "precision.loss_scale_convention=torch",
     "precision.initial_scale=1e20",
     "precision.growth_interval=3",
+    "data.reset_attention=true",
+    "data.reset_positions=true",
 )
 
 
@@ -74,7 +76,7 @@ def compiled_trainer(config, comm):
     step = CompiledStep(parts.cell, parts, schedule, comm=comm, **rates)
     step.prepare(rows=8, tokens=16)
     group = ProcessMesh(Mesh(), comm).group("dp_replicate", "dp_shard")
-    engine = CompiledEngine(model, step, comm=comm, group=group)
+    engine = CompiledEngine(model, step, comm=comm, group=group, resets=build_resets(config.data))
     loader = load_data(config).train_loader(config.train.seed)
     sizes = {"batch_size": build_batch_schedule(config.train), "micro_batch_size": 4, "clip_norm": 0.5}
     return Trainer(engine, loader, schedule, comm=comm, group=group, **sizes)

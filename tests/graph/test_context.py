@@ -15,7 +15,14 @@ from ms_zero.config import GPTConfig, LlamaConfig
 from ms_zero.graph import ring
 from ms_zero.graph.compiled import CompiledEngine
 from ms_zero.graph.report import axis_bytes
-from ms_zero.graph.strategies import Grid, ProductAttention, RowNorm, ShardedCrossEntropySum, sharded_model
+from ms_zero.graph.strategies import (
+    DocumentMask,
+    Grid,
+    ProductAttention,
+    RowNorm,
+    ShardedCrossEntropySum,
+    sharded_model,
+)
 from ms_zero.plan import compiled as plan
 from ms_zero.plan.run import layout_of
 from ms_zero.plan.shapes import from_config
@@ -90,6 +97,30 @@ def test_selective_recompute_goes_round_again():
     assert len(messages(graph, "forward")) == 2
 
 
+PACKED = ("data.reset_attention=true", "data.reset_positions=true")
+
+
+def test_a_ring_hides_other_documents_in_every_turn():
+    overrides = ("parallel.cp=2", *PACKED)
+    found = compiled(2, *overrides, rank=1)
+    pattern = r"= PrimFunc_FlashAttentionScore(?:Grad)?\([^\n]*\n *: \(([^\n]*)\) -> "
+    text = text_of(2, *overrides, rank=1)
+    masks = [re.findall(r"Tensor\[UInt8\], \(([\d, ]*)\)", types) for types in re.findall(pattern, text)]
+    # Own blocks whole, the first half of the earlier one; the gradients in the same order.
+    assert masks == [["1, 1, 16, 16"], ["1, 1, 16, 8"]] * 2
+    assert messages(found.graph, "forward") == [("BFloat16", (2 * BLOCK,), (0, 1))]
+    assert found.deprecations() == []
+
+
+@pytest.mark.parametrize(("family", "context"), [("llama", "parallel.tp=2"), ("gpt", "parallel.cp=2")])
+def test_documents_become_a_mask_and_nothing_more_is_sent(family, context):
+    overrides = (context, "parallel.context=ulysses") if "cp" in context else (context,)
+    packed, plain = (compiled(4, *overrides, *extra, family=family) for extra in (PACKED, ()))
+    assert packed.graph.summary() == plain.graph.summary()
+    assert packed.graph.counts["LogicalOr"] == 1
+    assert packed.graph.counts["FlashAttentionScore"] == packed.graph.counts["FlashAttentionScoreGrad"] == 1
+
+
 class Unused:
     """Stands for AlltoAllV, which only a job can create."""
 
@@ -105,12 +136,13 @@ class InOwnOrder(nn.Cell):
 
     def __init__(self, attention, order):
         super().__init__()
-        self.attention = attention
+        self.attention, self.document_mask = attention, DocumentMask(Grid())
         self.there, self.back = Tensor(order), Tensor(np.argsort(order).astype(np.int32))
 
-    def construct(self, q, k, v):
+    def construct(self, q, k, v, starts=None):
         q, k, v = (ops.gather(x, self.back, 1) for x in (q, k, v))
-        return ops.gather(self.attention(q, k, v), self.there, 1)
+        hidden = None if starts is None else self.document_mask(ops.gather(starts, self.back, 1))
+        return ops.gather(self.attention(q, k, v, hidden), self.there, 1)
 
 
 class ComposedRMSNorm(nn.Cell):
@@ -124,9 +156,9 @@ class ComposedRMSNorm(nn.Cell):
         return (self.norm(x, weight),)
 
 
-def twin_in_ring_order(plain, config, order):
-    group = Group("cp", (0, 1), 0, "cp")
-    twin = sharded_model(plain, config, Grid(cp=2, ring=group), ms.float32)
+def twin_in_order(plain, config, order, is_ring):
+    grid = Grid(cp=2, ring=Group("cp", (0, 1), 0, "cp")) if is_ring else Grid()
+    twin = sharded_model(plain, config, grid, ms.float32)
     kv_heads = getattr(config, "num_kv_heads", config.num_heads)
     for _, cell in twin.cells_and_names():
         if isinstance(cell, RowNorm) and cell.bias is None:
@@ -137,23 +169,31 @@ def twin_in_ring_order(plain, config, order):
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_samples_in_ring_order_have_the_loss_and_the_gradients_of_the_plain_model(config, monkeypatch):
+@pytest.mark.parametrize(("is_ring", "is_packed"), [(True, False), (True, True), (False, True)])
+def test_twins_have_the_loss_and_the_gradients_of_the_plain_model(config, is_ring, is_packed, monkeypatch):
     monkeypatch.setattr(ring.ops, "AlltoAllV", Unused)
     values = {key: value for key, value in vars(config).items() if key != "family"}
     plain = (models.GPT if config.family == "gpt" else models.Llama)(**values, target="CPU-portable")
     models.initialise(plain, 7)
-    order = ring.ring_order(16, 2)
-    twin = twin_in_ring_order(plain, config, order)
+    order = ring.ring_order(16, 2 if is_ring else 1)
+    twin = twin_in_order(plain, config, order, is_ring)
     rng = np.random.default_rng(0)
     ids, labels = (rng.integers(0, 64, (3, 16)).astype(np.int32) for _ in range(2))
     labels[:, ::5] = -100
+    starts = np.where(np.arange(16) < [[3], [9], [16]], 0, [[3], [9], [16]]).astype(np.int32)
+    extras = [np.arange(16, dtype=np.int32) - starts, starts] if is_packed else []
     params = ms.ParameterTuple(plain.trainable_params())
     plain_loss, twin_loss = kernels.CrossEntropySum(target="CPU-portable"), ShardedCrossEntropySum(64, Grid())
     expected, wanted = ops.value_and_grad(
-        lambda: plain_loss(plain(Tensor(ids)).reshape((-1, 64)), Tensor(labels.reshape(-1))), None, params
+        lambda: plain_loss(
+            plain(Tensor(ids), *map(Tensor, extras)).reshape((-1, 64)), Tensor(labels.reshape(-1))
+        ),
+        None,
+        params,
     )()
-    ids, labels = Tensor(ids[:, order]), Tensor(labels[:, order].reshape(-1))
-    loss, grads = ops.value_and_grad(lambda: twin_loss(twin(ids), labels), None, params)()
+    ours = [Tensor(x[:, order]) for x in (ids, *extras)]
+    labels = Tensor(labels[:, order].reshape(-1))
+    loss, grads = ops.value_and_grad(lambda: twin_loss(twin(*ours), labels), None, params)()
     np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy(), rtol=1e-5)
     largest = max(np.abs(want.asnumpy()).max() for want in wanted)
     for param, grad, want in zip(params, grads, wanted, strict=True):

@@ -80,7 +80,6 @@ def test_overlaps_follow_from_what_is_cut():
         (["model.head_dim=24"], "multiples of 16"),
         (["precision.reduce=bf16"], "leave reduce"),
         (["model.dropout=0.1"], "drawn on the host"),
-        (["data.reset_attention=true"], "no strategies for document masks"),
         (["memory.activations=int8"], "kept exactly"),
         (["offload.optimizer=cpu"], "no switch for optimizer state"),
     ],

@@ -4,6 +4,8 @@ Its operators have no CPU kernel; numpy stands for them. A rank waits for no oth
 in a message depends on earlier messages only, so that all ranks are run again until every message is known.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -16,21 +18,30 @@ HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 16, 24
 SCALE = 1 / np.sqrt(WIDTH)
 
 
-def scores_of(q, k, causal):
-    """q [B, T, H, D], k [B, S, Hkv, D] -> [B, H, T, S]."""
+def scores_of(q, k, hidden):
+    """q [B, T, H, D], k [B, S, Hkv, D], hidden [B, 1, T, S] or None -> [B, H, T, S]."""
     keys = np.repeat(k, q.shape[2] // k.shape[2], 2)
     scores = np.einsum("bthd,bshd->bhts", q, keys) * SCALE
-    return np.where(np.tri(q.shape[1], k.shape[1]) > 0, scores, -1e30) if causal else scores
+    return scores if hidden is None else np.where(hidden, -np.inf, scores)
+
+
+def hidden_of(causal, q, k, mask):
+    """Where a query sees no key: FlashAttentionScore has a compressed mask in its causal mode."""
+    if causal:
+        return np.tri(q.shape[1], k.shape[1]) == 0
+    return None if mask is None else mask.asnumpy() > 0
 
 
 def flash(causal):
-    """FlashAttentionScore."""
+    """FlashAttentionScore; a query without a key gets nan for everything."""
 
-    def run(q, k, v, *others):
+    def run(q, k, v, pse=None, drop=None, padding=None, mask=None):
+        hidden = hidden_of(causal, q, k, mask)
         q, k, v = (x.asnumpy() for x in (q, k, v))
-        scores = scores_of(q, k, causal)
+        scores = scores_of(q, k, hidden)
         top = scores.max(-1, keepdims=True)
-        weights = np.exp(scores - top)
+        with np.errstate(invalid="ignore"):
+            weights = np.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
         values = np.repeat(v, q.shape[2] // v.shape[2], 2)
         out = np.einsum("bhts,bshd->bthd", weights / total, values)
@@ -43,9 +54,10 @@ def flash_grad(causal):
     """FlashAttentionScoreGrad: of the final maxima, sums and output."""
 
     def run(q, k, v, dy, pse, drop, padding, mask, top, total, softmax, out):
+        hidden = hidden_of(causal, q, k, mask)
         q, k, v, dy, top, total, out = (x.asnumpy() for x in (q, k, v, dy, top, total, out))
         repeats = q.shape[2] // k.shape[2]
-        weights = np.exp(scores_of(q, k, causal) - top[..., :1]) / total[..., :1]
+        weights = np.exp(scores_of(q, k, hidden) - top[..., :1]) / total[..., :1]
         values, keys = np.repeat(v, repeats, 2), np.repeat(k, repeats, 2)
         inner = np.einsum("bthd,bshd->bhts", dy, values) - np.einsum("bthd,bthd->bht", dy, out)[..., None]
         inner = weights * inner * SCALE
@@ -110,29 +122,39 @@ def cells_of(monkeypatch):
     return make
 
 
+# Documents of 5 and 19 tokens, and of 1, 12, 10 and 1: blocks of which a query sees some keys, all, or none.
+BORDERS = ((5, 19), (1, 12, 10, 1))
+
+
+def starts_of(borders):
+    return np.concatenate([np.full(size, sum(borders[:at])) for at, size in enumerate(borders)])
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_ranks_together_attend_and_differentiate_like_one(cells_of, size):
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_all_ranks_together_attend_and_differentiate_like_one(cells_of, size, has_documents):
     rng, cells, order = np.random.default_rng(0), cells_of(size), ring.ring_order(LENGTH, size)
     q, dout = (rng.standard_normal((2, LENGTH, HEADS, WIDTH)).astype(np.float32) for _ in range(2))
     k, v = (rng.standard_normal((2, LENGTH, KV_HEADS, WIDTH)).astype(np.float32) for _ in range(2))
-    top, total, _, out = flash(True)(*map(Tensor, (q, k, v)))
-    whole = flash_grad(True)(*map(Tensor, (q, k, v, dout)), None, None, None, None, top, total, None, out)
+    starts = np.stack(list(map(starts_of, BORDERS))).astype(np.int32) * has_documents
+    places = np.arange(LENGTH)
+    mask = Tensor((places < starts[:, None, :, None]) | (places > places[:, None]))
+    top, total, _, out = flash(False)(*map(Tensor, (q, k, v)), mask=mask)
+    whole = flash_grad(False)(*map(Tensor, (q, k, v, dout)), None, None, None, mask, top, total, None, out)
 
-    parts = [[Tensor(x) for x in np.split(x[:, order], size, 1)] for x in (q, k, v, dout)]
-    ours = list(zip(*parts, strict=True))
-    forward = [lambda cell=cell, x=x: cell.forward(*x[:3]) for cell, x in zip(cells, ours, strict=True)]
-    results, sent = run_all(cells, forward)
+    parts = [[Tensor(x) for x in np.split(x[:, order], size, 1)] for x in (q, k, v, starts, dout)]
+    ours = [x[:4] if has_documents else x[:3] for x in zip(*parts, strict=True)]
+    names = ("forward_documents", "backward_documents") if has_documents else ("forward", "backward")
+    run, back = ([getattr(cell, name) for cell in cells] for name in names)
+    results, sent = run_all(cells, [partial(f, *x) for f, x in zip(run, ours, strict=True)])
     joined = np.concatenate([result[0].asnumpy() for result in results], 1)
     np.testing.assert_allclose(joined, out.asnumpy()[:, order], atol=1e-5)
     # A rank sends its keys and values on, and those that came by, but not back to whom they belong.
     block = 2 * 2 * LENGTH // size * KV_HEADS * WIDTH
     assert [[message.size for message in messages] for messages in sent] == [[block] * (size - 1)] * size
 
-    backward = [
-        lambda cell=cell, x=x, y=y: cell.backward(*x[:3], y, (x[3], None, None))
-        for cell, x, y in zip(cells, ours, results, strict=True)
-    ]
-    grads, sent = run_all(cells, backward)
+    last = zip(back, ours, results, parts[-1], strict=True)
+    grads, sent = run_all(cells, [partial(f, *x, y, (dy, None, None)) for f, x, y, dy in last])
     assert [len(messages) for messages in sent] == [2 * (size - 1)] * size
     for number, want in enumerate(whole):
         joined = np.concatenate([grad[number].asnumpy() for grad in grads], 1)
