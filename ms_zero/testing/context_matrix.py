@@ -13,33 +13,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ms_zero.testing.parity import Case
+from ms_zero.testing.problems import AWKWARD, FAST_ADAM, FAST_SGD, GPT, LLAMA
 
-_SIZES = (
-    "model.num_layers=2",
-    "model.hidden_size=48",
-    "model.num_heads=12",
-    "model.ffn_hidden_size=85",
-    "model.max_seq_len=24",
-    "data.seq_len=24",
-    "train.global_batch_size=8",
-    "train.eval_interval=0",
-    "train.output_dir=unused",
-    "optim.warmup_steps=3",
-)
-_ADAM = ("optim.kind=adamw", "optim.eps=1e-4", "optim.lr=3e-3")
-_SGD = ("optim.kind=sgd", "optim.lr=0.1", "optim.clip_norm=0")
-_GPT, _LLAMA = "runs/quickstart", "runs/llama-tiny"
 _RESETS = ("data.reset_attention=true", "data.reset_positions=true", "data.validation_fraction=0")
 #: name -> preset, what is trained, whether the samples are packed of short documents.
 PROBLEMS = MappingProxyType(
     {
-        "gpt": (_GPT, _ADAM, False),
-        "gpt untied, dropout": (_GPT, (*_SGD, "model.tie_embeddings=false", "model.dropout=0.1"), False),
-        "gpt documents": (_GPT, (*_ADAM, *_RESETS), True),
-        "llama, 2 kv heads": (_LLAMA, (*_ADAM, "model.num_kv_heads=2"), False),
+        "gpt": (GPT, FAST_ADAM, False),
+        "gpt untied, dropout": (GPT, (*FAST_SGD, "model.tie_embeddings=false", "model.dropout=0.1"), False),
+        "gpt documents": (GPT, (*FAST_ADAM, *_RESETS), True),
+        "llama, 2 kv heads": (LLAMA, (*FAST_ADAM, "model.num_kv_heads=2"), False),
         "llama tied, 4 kv heads, documents, dropout": (
-            _LLAMA,
-            (*_ADAM, *_RESETS, "model.num_kv_heads=4", "model.tie_embeddings=true", "model.dropout=0.1"),
+            LLAMA,
+            (*FAST_ADAM, *_RESETS, "model.num_kv_heads=4", "model.tie_embeddings=true", "model.dropout=0.1"),
             True,
         ),
     }
@@ -129,7 +115,7 @@ def _case(corpus: tuple[str, ...], name: str, method: str, world: int, cp: int, 
     layouts["alone"] = _ONCE, "parallel.zero_stage=0"
     overrides = (*layouts[label], f"parallel.cp={cp}", f"parallel.context={method}")
     title = f"{name}, {method} {cp}" + ("" if label == "alone" else f" x {label}")
-    return Case(title, world, base, (*problem, *_SIZES, *(corpus if packed else ())), overrides)
+    return Case(title, world, base, (*problem, *AWKWARD, *(corpus if packed else ())), overrides)
 
 
 def _documents(folder: Path) -> tuple[str, ...]:

@@ -3,17 +3,9 @@
 from types import MappingProxyType
 
 from ms_zero.testing.parity import Case
+from ms_zero.testing.problems import SHORT, SLOW_ADAM, Problem, case_of
 
-# Where a true gradient is zero, eps decides whether rounding noise becomes an update; 1e-4 prevents it.
-_ADAM = ("optim.kind=adamw", "optim.eps=1e-4", "optim.lr=1e-3", "optim.warmup_steps=3")
-_SHORT = (
-    "train.eval_interval=0",
-    "data.seq_len=32",
-    "train.output_dir=unused",
-    "train.global_batch_size=12",
-    "model.num_experts=12",
-)
-_TINY = (*_ADAM, *_SHORT)
+_TINY = (*SLOW_ADAM, *SHORT, "model.num_experts=12")
 MIXTRAL = ("runs/mixtral-tiny", _TINY)
 CAPACITY = ("runs/mixtral-tiny", (*_TINY, "model.capacity_factor=1.25"))
 UNCLIPPED = ("runs/mixtral-tiny", (*_TINY, "optim.clip_norm=0", "optim.kind=sgd", "optim.lr=0.05"))
@@ -148,10 +140,5 @@ def expert_cases(quick: bool) -> list[Case]:
     return [_case(*case) for case in chosen]
 
 
-def _case(
-    problem: tuple[str, tuple[str, ...]], world: int, ep: int, count: int, overrides: tuple[str, ...]
-) -> Case:
-    settings = ", ".join(override.split(".", 1)[1] for override in overrides)
-    name = f"{_NAMES[problem]}, {world} workers, ep {ep}, {count} microbatches"
-    layout = (f"parallel.ep={ep}", f"train.accumulation_steps={count}", *overrides)
-    return Case(f"{name}, {settings}" if settings else name, world, *problem, layout)
+def _case(problem: Problem, world: int, ep: int, count: int, overrides: tuple[str, ...]) -> Case:
+    return case_of(_NAMES, problem, world, ("ep", ep), count, overrides)

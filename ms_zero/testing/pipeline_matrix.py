@@ -3,23 +3,17 @@
 from types import MappingProxyType
 
 from ms_zero.testing.parity import Case
+from ms_zero.testing.problems import SHORT, SLOW_ADAM, Problem, case_of
 
-# Where a true gradient is zero, eps decides whether rounding noise becomes an update; 1e-4 prevents it.
-_ADAM = ("optim.kind=adamw", "optim.eps=1e-4", "optim.lr=1e-3", "optim.warmup_steps=3")
-_SHORT = (
-    "train.eval_interval=0",
-    "data.seq_len=32",
-    "train.output_dir=unused",
-    "train.global_batch_size=12",
-    "model.num_layers=4",
-)
-GPT = ("runs/quickstart", (*_ADAM, *_SHORT))
-UNTIED = ("runs/quickstart", (*_ADAM, *_SHORT, "model.tie_embeddings=false"))
-DROPOUT = ("runs/quickstart", (*_ADAM, *_SHORT, "model.dropout=0.1"))
-LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT))
-DOCUMENTS = ("runs/llama-tiny", (*_ADAM, *_SHORT, "data.reset_attention=true", "data.reset_positions=true"))
+_SHORT = (*SHORT, "model.num_layers=4")
+GPT = ("runs/quickstart", (*SLOW_ADAM, *_SHORT))
+UNTIED = ("runs/quickstart", (*SLOW_ADAM, *_SHORT, "model.tie_embeddings=false"))
+DROPOUT = ("runs/quickstart", (*SLOW_ADAM, *_SHORT, "model.dropout=0.1"))
+LLAMA = ("runs/llama-tiny", (*SLOW_ADAM, *_SHORT))
+_RESETS = ("data.reset_attention=true", "data.reset_positions=true")
+DOCUMENTS = ("runs/llama-tiny", (*SLOW_ADAM, *_SHORT, *_RESETS))
 # In 16 bits plain steps: Adam's are relative, and let the rounding of small gradients show in full.
-_SGD = ("optim.kind=sgd", "optim.lr=0.05", "optim.warmup_steps=3")
+_SGD = ("optim.kind=sgd", "optim.lr=0.05")
 _OVERFLOW = (
     "precision.policy=fp16",
     "precision.initial_scale=1048576",
@@ -30,7 +24,7 @@ _OVERFLOW = (
 OVERFLOWING = ("runs/quickstart", (*_SGD, *_SHORT, *_OVERFLOW))
 FP16 = ("runs/quickstart", (*_SGD, *_SHORT, "precision.policy=fp16"))
 BF16 = ("runs/llama-tiny", (*_SGD, *_SHORT, "precision.policy=bf16"))
-TIED_LLAMA = ("runs/llama-tiny", (*_ADAM, *_SHORT, "model.tie_embeddings=true"))
+TIED_LLAMA = ("runs/llama-tiny", (*SLOW_ADAM, *_SHORT, "model.tie_embeddings=true"))
 _NAMES = MappingProxyType(
     {
         GPT: "gpt",
@@ -125,10 +119,5 @@ def pipeline_cases(quick: bool) -> list[Case]:
     return [_case(*case) for case in chosen]
 
 
-def _case(
-    problem: tuple[str, tuple[str, ...]], world: int, pp: int, count: int, overrides: tuple[str, ...]
-) -> Case:
-    settings = ", ".join(override.split(".", 1)[1] for override in overrides)
-    name = f"{_NAMES[problem]}, {world} workers, pp {pp}, {count} microbatches"
-    layout = (f"parallel.pp={pp}", f"train.accumulation_steps={count}", *overrides)
-    return Case(f"{name}, {settings}" if settings else name, world, *problem, layout)
+def _case(problem: Problem, world: int, pp: int, count: int, overrides: tuple[str, ...]) -> Case:
+    return case_of(_NAMES, problem, world, ("pp", pp), count, overrides)

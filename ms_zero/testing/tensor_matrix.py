@@ -8,31 +8,21 @@ is truly zero does not become an update, or SGD.
 from types import MappingProxyType
 
 from ms_zero.testing.parity import Case
+from ms_zero.testing.problems import AWKWARD, FAST_ADAM, FAST_SGD, GPT, LLAMA
 
-_SIZES = (
-    "model.num_layers=2",
-    "model.hidden_size=48",
-    "model.num_heads=12",
-    "model.ffn_hidden_size=85",
-    "model.max_seq_len=24",
-    "data.seq_len=24",
-    "train.global_batch_size=8",
-    "train.eval_interval=0",
-    "train.output_dir=unused",
-    "optim.warmup_steps=3",
-)
-_ADAM = ("optim.kind=adamw", "optim.eps=1e-4", "optim.lr=3e-3")
-_SGD = ("optim.kind=sgd", "optim.lr=0.1", "optim.clip_norm=0")
-_GPT, _LLAMA = "runs/quickstart", "runs/llama-tiny"
 #: name -> preset, what is trained, tensor-parallel degrees that divide it.
 PROBLEMS = MappingProxyType(
     {
-        "gpt": (_GPT, _ADAM, (2, 3, 4)),
-        "gpt untied, dropout": (_GPT, (*_SGD, "model.tie_embeddings=false", "model.dropout=0.1"), (2, 3, 4)),
-        "llama, 2 kv heads": (_LLAMA, (*_ADAM, "model.num_kv_heads=2", "model.vocab_size=264"), (2, 4)),
+        "gpt": (GPT, FAST_ADAM, (2, 3, 4)),
+        "gpt untied, dropout": (
+            GPT,
+            (*FAST_SGD, "model.tie_embeddings=false", "model.dropout=0.1"),
+            (2, 3, 4),
+        ),
+        "llama, 2 kv heads": (LLAMA, (*FAST_ADAM, "model.num_kv_heads=2", "model.vocab_size=264"), (2, 4)),
         "llama tied, 1 kv head, norms of q and k": (
-            _LLAMA,
-            (*_ADAM, "model.num_kv_heads=1", "model.tie_embeddings=true", "model.qk_norm=true"),
+            LLAMA,
+            (*FAST_ADAM, "model.num_kv_heads=1", "model.tie_embeddings=true", "model.qk_norm=true"),
             (3, 4),
         ),
     }
@@ -63,5 +53,5 @@ def tensor_cases(quick: bool) -> list[Case]:
             for suffix, cut in (("", "false"), (", sequence cut", "true")):
                 parallel = (f"parallel.tp={degree}", f"parallel.sequence_parallel={cut}")
                 label_of_case = f"{name}, {label}{suffix}"
-                cases.append(Case(label_of_case, world, base, (*problem, *_SIZES), (*layout, *parallel)))
+                cases.append(Case(label_of_case, world, base, (*problem, *AWKWARD), (*layout, *parallel)))
     return cases[::7] if quick else cases
