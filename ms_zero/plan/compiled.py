@@ -10,20 +10,30 @@ The eager engine's formulas with what the compiler does otherwise (2.10.0; compi
   tp does not cut it. Level 1 to 3 of hsdp shard it over them, or over dp_shard x cp ranks when there are
   replicas, if their number divides its first dim; replicas sum the shards of a step with microbatches, and
   whole gradients without;
-- weights are gathered in the width of the computation, those of norms in fp32; without accumulation levels 1
-  and 2 gather them as they are, fp32.
+- weights are gathered in the width of the computation, those of norms and routers in fp32; without
+  accumulation levels 1 and 2 gather them as they are, fp32;
+- an expert has a fixed number of slots for each sequence, full or empty: its capacity, or one for every token
+  where it takes all. Slots travel between the ranks of ep, and are summed over those of tp.
 
 Sums of single numbers (the loss, the norm of the gradient) are left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ms_zero.plan.layout import Layout
-from ms_zero.plan.parameters import Weight, layer_weights, norm_weights
-from ms_zero.plan.shapes import Attention, LayerShape, ModelShape
-from ms_zero.plan.traffic import context_parallel, pipeline, tensor_parallel, tensor_parallel_ends, ulysses
+from ms_zero.plan.parameters import Weight, expert_weights, layer_weights, norm_weights
+from ms_zero.plan.shapes import Attention, Experts, LayerShape, ModelShape
+from ms_zero.plan.traffic import (
+    context_parallel,
+    expert_parallel,
+    pipeline,
+    tensor_parallel,
+    tensor_parallel_ends,
+    ulysses,
+)
 from ms_zero.plan.zero import hsdp_traffic
 
 _FP32 = 4
@@ -34,7 +44,7 @@ _TOKEN = 4
 def stage_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, float]:
     """Bytes that a rank of a pipeline stage sends in an optimizer step, by what for.
 
-    "tp", "cp", "pp" and "dp" as in `ms_zero.plan.traffic.step_bytes`; "other": token ids, which every
+    "tp", "cp", "ep", "pp" and "dp" as in `ms_zero.plan.traffic.step_bytes`; "other": token ids, which every
     data-parallel rank gathers to take its part of each microbatch.
     """
     layers = [found for chunk in _chunks(layout, stage) for found in _layers(shape, layout, chunk)]
@@ -42,6 +52,7 @@ def stage_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, floa
     return {
         "tp": count * (sum(_tensor_bytes(shape, layout, *layer) for layer in layers) + ends),
         "cp": count * sum(_context_bytes(layout, *layer) for layer in layers),
+        "ep": count * sum(_expert_bytes(shape, layout, *layer) for layer in layers),
         "pp": _pipeline_bytes(shape, layout, stage),
         "dp": sum(_data_bytes(weight, layout, again) for weight, again in _weights(shape, layout, stage)),
         "other": _input_bytes(layout, stage),
@@ -94,11 +105,44 @@ def _tensor_bytes(shape: ModelShape, layout: Layout, layer: LayerShape, runs_aga
     The last product of a block does not run again, nor what sums it: one all-reduce of two, or one scatter.
     """
     elements = tensor_parallel(_tokens(layout), shape.hidden_size, layout.tp)
-    again = (3 if layout.sequence_parallel else 2) / 8 if runs_again else 0
-    sent = (1 + again) * elements * layout.precision.activation
+    if layer.experts:
+        sent = _routed_tensor_elements(layer.experts, layout, elements, runs_again)
+    else:
+        sent = (1 + ((3 if layout.sequence_parallel else 2) / 8 if runs_again else 0)) * elements
+    sent *= layout.precision.activation
     if layout.cp > 1 and layout.context == "ulysses":
         sent += _exchange_bytes(layer.attention, layout, layout.tp, runs_again)
     return sent
+
+
+def _routed_tensor_elements(experts: Experts, layout: Layout, dense: float, runs_again: bool) -> float:
+    """As :func:`_tensor_bytes`, of a layer with experts; ``dense``: the elements of one without.
+
+    Attention is half of those. Slots are summed, there and back. With sequence parallelism rows are gathered
+    for the router, and their gradients scattered. Shared experts are an MLP.
+    """
+    slots = slots_per_token(experts, layout.seq_len) * dense / 2
+    gathered = dense / 4 if layout.sequence_parallel else 0.0
+    shared = dense / 2 if experts.shared_ffn_hidden_size else 0.0
+    sent = dense / 2 + slots + gathered + shared
+    return sent * 1.5 if runs_again else sent
+
+
+def slots_per_token(experts: Experts, length: int) -> float:
+    """Slots of all experts for a sequence, over its tokens."""
+    if experts.capacity_factor is None:
+        return experts.num_experts
+    even = experts.top_k * length / experts.num_experts
+    return experts.num_experts * min(length, math.ceil(even * experts.capacity_factor)) / length
+
+
+def _expert_bytes(shape: ModelShape, layout: Layout, layer: LayerShape, runs_again: bool) -> float:
+    """Of a layer, for a microbatch: slots go to the experts' ranks and come back, and so do gradients."""
+    if not layer.experts:
+        return 0.0
+    slots = _tokens(layout) * slots_per_token(layer.experts, layout.seq_len)
+    elements = expert_parallel(slots, shape.hidden_size, 1, layout.ep)
+    return elements * layout.precision.activation * (1.5 if runs_again else 1)
 
 
 def _end_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
@@ -128,7 +172,8 @@ def _context_bytes(layout: Layout, layer: LayerShape, runs_again: bool) -> float
         return _exchange_bytes(attention, layout, layout.cp, runs_again)
     keys = (attention.k_size + attention.v_size) / layout.tp
     once = context_parallel(_tokens(layout) * layout.cp, keys, layout.cp) / 3
-    return once * ((2 + runs_again) * layout.precision.activation + _FP32)
+    again = runs_again or layout.recompute == "selective"  # the ring is what selective runs again
+    return once * ((2 + again) * layout.precision.activation + _FP32)
 
 
 def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_again: bool) -> float:
@@ -173,6 +218,10 @@ def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[We
         for layer, _ in _layers(shape, layout, chunk):
             for weight in layer_weights(layer, shape.hidden_size, shape.norm, tp=layout.tp):
                 yield weight, True
+            if layer.experts:
+                degrees = {"tp": layout.tp, "ep": layout.ep}
+                for weight in expert_weights(layer.experts, shape.hidden_size, **degrees):
+                    yield weight, True
     if stage == layout.pp - 1:
         yield from ((weight, True) for weight in norm_weights(shape.norm, shape.hidden_size))
         if not shape.tie_embeddings:
@@ -188,7 +237,8 @@ def _table(shape: ModelShape, layout: Layout) -> Weight:
 
 def _holders(weight: Weight, layout: Layout) -> int:
     """Ranks with the same part of a parameter."""
-    return layout.dp * layout.cp * (1 if weight.is_cut else layout.tp)
+    ranks = layout.dp * layout.cp * (1 if weight.is_cut else layout.tp)
+    return ranks // layout.ep if weight.is_expert else ranks
 
 
 def _shards(weight: Weight, layout: Layout) -> int:
