@@ -122,19 +122,21 @@ def parameter_table(shape: ModelShape) -> tuple[Row, ...]:
 
 
 class Weight(NamedTuple):
-    """A dense parameter on one device, before data-parallel sharding.
+    """A parameter on one device, before data-parallel sharding.
 
     Attributes:
         rows: its first dim.
-        columns: its other dim, 1 of a vector.
+        columns: elements of its other dims, 1 of a vector.
         is_cut: whether tp cuts it; every tp rank has all of another one.
-        is_norm: whether it belongs to a norm.
+        is_norm: whether it belongs to a norm or a router, which compute in fp32 under every policy.
+        is_expert: whether it belongs to the routed experts, and ep cuts it.
     """
 
     rows: int
     columns: int = 1
     is_cut: bool = False
     is_norm: bool = False
+    is_expert: bool = False
 
     @property
     def elements(self) -> int:
@@ -251,10 +253,17 @@ def _mlp_weights(mlp: Mlp, hidden_size: int, tp: int) -> Iterator[Weight]:
         yield Weight(hidden_size)
 
 
+def expert_weights(experts: Experts, hidden_size: int, *, tp: int, ep: int) -> Iterator[Weight]:
+    """The stacked weights of the routed experts of a rank."""
+    size = experts.ffn_hidden_size // tp * hidden_size
+    for _ in range(3):
+        yield Weight(experts.num_experts // ep, size, is_cut=True, is_expert=True)
+
+
 def _router_weights(experts: Experts, hidden_size: int) -> Iterator[Weight]:
-    yield Weight(experts.num_experts, hidden_size)
+    yield Weight(experts.num_experts, hidden_size, is_norm=True)
     if experts.router_bias:
-        yield Weight(experts.num_experts)
+        yield Weight(experts.num_experts, is_norm=True)
 
 
 def _shared_weights(experts: Experts, hidden_size: int, tp: int) -> Iterator[Weight]:

@@ -104,6 +104,7 @@ class Experts:
         shared_ffn_hidden_size: inner width of all shared experts together; 0: none.
         shared_gate: whether a vector gates the shared experts (Qwen2-MoE).
         router_bias: whether the router has a bias per expert (DeepSeek-V3).
+        capacity_factor: tokens of a sequence that an expert takes at most, over the even share; None: all.
 
     """
 
@@ -113,6 +114,7 @@ class Experts:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     router_bias: bool = False
+    capacity_factor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +258,7 @@ def _from_moe(model: MoEConfig, name: str) -> ModelShape:
         shared_ffn_hidden_size=model.shared_ffn_hidden_size,
         shared_gate=model.shared_gate,
         router_bias=model.router_bias,
+        capacity_factor=model.capacity_factor,
     )
     blocks = [(model.num_layers - model.dense_layers, LayerShape(attention=attention, experts=experts))]
     if model.dense_layers:
