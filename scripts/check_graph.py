@@ -33,6 +33,9 @@ TIMEOUT_S = 3600.0
 _LEFT_OUT = {"other": 1000.0}
 _LLAMA = "configs/runs/llama-tiny.yaml"
 _GPT = "configs/runs/quickstart.yaml"
+_MIXTURE = (
+    "model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=32", "parallel.ep=1",
+)  # fmt: skip
 _SMALL = (
     "engine=graph", "model.hidden_size=64", "model.num_heads=4", "model.ffn_hidden_size=128",
     "model.vocab_size=512", "model.max_seq_len=64", "data.seq_len=32", "train.micro_batch_size=1",
@@ -68,10 +71,13 @@ def small(
 ) -> Layout:
     """A tiny model; ``changes``: keys of section parallel, or whole overrides; ``k``: microbatches."""
     overrides = [*_TINY, f"model.num_layers={layers}", f"train.accumulation_steps={k}"]
-    overrides += ["model.num_kv_heads=2"] if family == "llama" else []
+    overrides += ["model.num_kv_heads=2"] if family in ("llama", "mixtral") else []
+    overrides += _MIXTURE if family in ("mixtral", "deepseek") else []
     overrides += [key if "." in key.split("=")[0] else f"parallel.{key}" for key in changes]
+    if family == "mixtral":
+        overrides.remove("model.ffn_hidden_size=128")  # without effect
     last = dict(key.split("=") for key in overrides)  # later ones replace earlier ones
-    run = _LLAMA if family == "llama" else _GPT
+    run = {"llama": _LLAMA, "gpt": _GPT}.get(family, f"configs/runs/{family}-tiny.yaml")
     return Layout(name, run, tuple(f"{key}={value}" for key, value in last.items()), size, rank)
 
 
@@ -85,6 +91,7 @@ def layouts(quick: bool) -> Iterator[Layout]:
     yield from data_parallel()
     yield from within_a_stage()
     yield from recomputed()
+    yield from experts()
     yield from pipelines()
     yield from presets()
 
@@ -134,6 +141,22 @@ def recomputed() -> Iterator[Layout]:
     for kind in ("ring", "ulysses"):
         for name, value in (("full", full), ("selective", selective)):
             yield small(f"recompute {name}, cp {kind}", 4, value, "cp=2", f"context={kind}")
+
+
+def experts() -> Iterator[Layout]:
+    """Expert parallelism, alone and with other axes; Mixtral's experts and DeepSeek's."""
+    even, sequence = "model.capacity_factor=1.0", ("tp=2", "sequence_parallel=true")
+    yield small("ep 2 of 4", 4, "ep=2", even, family="mixtral")
+    yield small("ep 4, every token", 4, "ep=4", family="mixtral")
+    yield small("ep 4, recompute full", 4, "ep=4", "memory.recompute=full", even, family="mixtral")
+    for level in (1, 2, 3):
+        keys = ("ep=2", f"zero_stage={level}", even)
+        yield small(f"ep 2, hsdp level {level}, 2 microbatches", 4, *keys, k=2, family="mixtral")
+    yield small("ep x tp", 4, "ep=2", "tp=2", even, rank=3, family="mixtral")
+    keys = ("ep=2", *sequence, "zero_stage=2", even)
+    yield small("ep x tp + sp, hsdp level 2", 8, *keys, rank=7, family="mixtral")
+    latent = ("ep=2", "model.router_bias=false", "model.shared_ffn_hidden_size=64")
+    yield small("ep 2, latent attention, shared experts", 4, *latent, layers=2, family="deepseek")
 
 
 def pipelines() -> Iterator[Layout]:
@@ -192,7 +215,7 @@ def check(case: Layout) -> Found:
     wrong = [f"deprecated: {line}" for line in compiled.deprecations()]
     if config.parallel.schedule in COMPILED:  # the planner has no formulas for these
         return Found(wrong=tuple(wrong))
-    mesh = Mesh(**{axis: getattr(config.parallel, axis) for axis in AXES})
+    mesh = Mesh(**{axis: getattr(config.parallel, axis) for axis in (*AXES, "ep")})
     model = from_config(config.model), layout_of(config), mesh.coords(case.rank)["pp"]
     sent = axis_bytes(compiled.graph, mesh, case.rank)
     held = held_bytes(compiled.graph, compiled.notes["parameters"])
@@ -223,7 +246,7 @@ def executed_difference(steps: int = 3) -> float:
 
     _compat.launch_blocking()
     worst = 0.0
-    for run in ("configs/runs/quickstart.yaml", "configs/runs/llama-tiny.yaml"):
+    for run in (_GPT, _LLAMA, *(f"configs/runs/{name}-tiny.yaml" for name in ("mixtral", "deepseek"))):
         losses = {}
         for engine in ("eager", "graph"):
             overrides = [f"engine={engine}", "model.num_layers=2", "model.hidden_size=64", "data.seq_len=32",

@@ -47,7 +47,7 @@ def inspect(
 
 def _case_of_run(run: str, overrides: list[str], rank: int, workers: int | None) -> Case:
     parallel = load_config(run, overrides, workers, to_run=False).config.parallel
-    mesh = Mesh(**{axis: getattr(parallel, axis) for axis in AXES})
+    mesh = Mesh(**{axis: getattr(parallel, axis) for axis in (*AXES, "ep")})
     if not 0 <= rank < mesh.world_size:
         raise UserError(f"--rank {rank}: expected 0 to {mesh.world_size - 1} ({mesh.describe()})")
     arguments = {"run": run, "overrides": list(overrides), "workers": mesh.world_size}

@@ -52,6 +52,9 @@ def _expert_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if value("parallel.pp") > 1:
         message = "stages send the auxiliary loss of routers and MindSpore 2.10.0 leaves out the receive"
         yield "parallel.pp", f"{message}; use 1"
+    if min(value("parallel.ep"), value("parallel.dp_replicate")) > 1 and value("parallel.zero_stage") > 0:
+        message = "with parallel.ep hsdp would shard experts over the replicas as well"
+        yield "parallel.dp_replicate", f"{message}; use 1, or zero_stage 0"
     if value("model.router_bias"):
         message = "a bias that follows the load is moved by the host between graphs, and here a step is one"
         yield "model.router_bias", f"{message}; set it to false"

@@ -59,7 +59,7 @@ def build_config(config: RunConfig) -> tuple[AutoParallel, tuple[Tensor, ...], d
     rows = config.train.micro_batch_size * config.train.accumulation_steps
     shape = (rows, config.data.seq_len)
     inputs = tuple(Tensor(np.zeros(shape, np.int32)) for _ in range(2 + len(parts.extras)))
-    mesh = {axis: getattr(config.parallel, axis) for axis in AXES}
+    mesh = {axis: getattr(config.parallel, axis) for axis in (*AXES, "ep")}
     return cell, inputs, {"parameters": parameter_shapes(plain), "mesh": mesh}
 
 

@@ -12,13 +12,16 @@ _AXES = (
     ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp"),
     ("dp_replicate", "dp_shard", "cp", "tp"), ("pp",),
 )  # fmt: skip
+_EXPERT_AXES = (("ep",), ("edp",), ("dp_replicate", "edp"))
 
 
 def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
     """The mesh axes that an operation's group spans: "tp", "dp_shard x cp"; "?" for none of ours."""
     if operation.role == "pipeline":
         return "pp"
-    for axes in _AXES:
+    expert = _EXPERT_AXES if mesh.ep > 1 else ()
+    # Where both mean the same ranks, experts are what tokens are exchanged for.
+    for axes in (*expert, *_AXES) if operation.name == "AlltoAll" else (*_AXES, *expert):
         used = tuple(axis for axis in axes if mesh.degree(axis) > 1)
         if used and operation.ranks == mesh.members(rank, used):
             return " x ".join(used)
@@ -28,10 +31,10 @@ def axes_of(operation: Operation, mesh: Mesh, rank: int) -> str:
 def axis_bytes(graph: Graph, mesh: Mesh, rank: int) -> dict[str, float]:
     """Bytes that the rank sends in a step by what for.
 
-    "tp" and "cp": activations, those of embedding, head and loss included; "pp": between stages; "dp":
-    weights and gradients; "other": token ids, and single numbers such as the loss.
+    "tp" and "cp": activations, those of embedding, head and loss included; "ep": tokens to experts and back;
+    "pp": between stages; "dp": weights and gradients; "other": token ids, and single numbers like the loss.
     """
-    found = dict.fromkeys(("tp", "cp", "pp", "dp", "other"), 0.0)
+    found = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "other"), 0.0)
     for operation in graph.operations:
         found[_heading(operation, mesh, rank)] += operation.bytes_sent * operation.times
     return found
@@ -44,7 +47,7 @@ def _heading(operation: Operation, mesh: Mesh, rank: int) -> str:
         return "pp"
     axes = axes_of(operation, mesh, rank)
     is_single = operation.sent is None or not operation.sent.shape
-    return axes if operation.role == "layout" and axes in ("tp", "cp") and not is_single else "other"
+    return axes if operation.role == "layout" and axes in ("tp", "cp", "ep") and not is_single else "other"
 
 
 def held_bytes(graph: Graph, whole: Iterable[str]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
 from ms_zero.graph.frontend import Case, FrontEndUnavailable, compile_case
 from ms_zero.graph.moe import MoEGraphEngine
+from ms_zero.graph.report import render
+from ms_zero.mesh import Mesh
 from ms_zero.plan.traffic import expert_parallel
 from ms_zero.runner import build_trainer
 from ms_zero.testing import run_workers
@@ -220,9 +222,18 @@ def test_hsdp_shards_experts_over_the_ranks_that_have_the_same_ones(stage, scatt
         (["parallel.cp=2"], "routers see whole sequences"),
         (["parallel.pp=2", "model.num_layers=2", K3], "leaves out the receive"),
         (["model.router_bias=true", "parallel.ep=2"], "moved by the host"),
+        (["parallel.ep=2", "parallel.dp_replicate=2", "parallel.zero_stage=1"], "replicas"),
         (["parallel.tp=2", "model.expert_ffn_hidden_size=33"], "tp 2 does not divide the 33"),
     ],
 )
 def test_what_cannot_be_done_is_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         compiled(4, *overrides)
+
+
+def test_the_report_names_the_axes_of_experts():
+    degrees = {"dp_shard": 4, "ep": 2}
+    lines = render(compiled(4, "parallel.ep=2").graph, Mesh(**degrees), 0)
+    found = {tuple(line.split()[1:3]) for line in lines}
+    assert {("AlltoAll", "ep"), ("AllReduce", "edp"), ("AllReduce", "dp_shard")} <= found
+    assert "sent by this rank in a step: ep " in lines[-1]
