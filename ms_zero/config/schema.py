@@ -82,12 +82,22 @@ def _count(doc: str, **limits: Any) -> Any:
     return key(doc, **{"minimum": 1, "maximum": _INT_MAX, **limits})
 
 
+def _dropout() -> Any:
+    """Declare the rate that all families have."""
+    doc = "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities."
+    return key(doc, default=0.0, minimum=0, below=1)
+
+
+def _vocab_size() -> Any:
+    return _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """GPT: learned positions, LayerNorm, GELU."""
 
     family: Literal["gpt"] = key("Model family; decides which other keys there are.", default="gpt")
-    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    vocab_size: int = _vocab_size()
     hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
     num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
     num_heads: int = _count("Attention heads; must divide hidden_size.", maximum=2**16)
@@ -98,12 +108,7 @@ class GPTConfig:
     norm_eps: float = key("Epsilon of LayerNorm.", default=1e-5, above=0, below=1)
     init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
     tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=True)
-    dropout: float = key(
-        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
-        default=0.0,
-        minimum=0,
-        below=1,
-    )
+    dropout: float = _dropout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,7 @@ class LlamaConfig:
     """Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     family: Literal["llama"] = key("Model family; decides which other keys there are.", default="llama")
-    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    vocab_size: int = _vocab_size()
     hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
     num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
     num_heads: int = _count("Query heads.", maximum=2**16)
@@ -134,12 +139,7 @@ class LlamaConfig:
     norm_eps: float = key("Epsilon of RMSNorm.", default=1e-5, above=0, below=1)
     init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
     tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=False)
-    dropout: float = key(
-        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
-        default=0.0,
-        minimum=0,
-        below=1,
-    )
+    dropout: float = _dropout()
     rope_theta: float = key("Base of the rotary frequencies.", default=10000.0, minimum=1, maximum=1e12)
     rope_scaling: RopeScaling | None = key("Llama-3 scaling of rotary frequencies, or null.", default=None)  # noqa: RUF009
     qkv_bias: bool = key("Whether query, key and value projections have a bias (Qwen2).", default=False)
@@ -164,7 +164,7 @@ class MoEConfig:
     """Llama-like with experts in place of the MLP: Mixtral, Qwen-MoE, DeepSeek."""
 
     family: Literal["moe"] = key("Model family; decides which other keys there are.", default="moe")
-    vocab_size: int = _count("Rows of the embedding.", default=AUTO, auto="the tokenizer's vocabulary")
+    vocab_size: int = _vocab_size()
     hidden_size: int = _count("Width of the residual stream.", maximum=2**20)
     num_layers: int = _count("Number of transformer blocks.", maximum=100_000)
     num_heads: int = _count("Query heads.", maximum=2**16)
@@ -179,12 +179,7 @@ class MoEConfig:
     norm_eps: float = key("Epsilon of RMSNorm.", default=1e-5, above=0, below=1)
     init_std: float = key("Standard deviation of the initial weights.", default=0.02, above=0, maximum=10)
     tie_embeddings: bool = key("Whether the output head shares the token embedding.", default=False)
-    dropout: float = key(
-        "Rate of dropout after the embeddings, attention and MLP; none on attention probabilities.",
-        default=0.0,
-        minimum=0,
-        below=1,
-    )
+    dropout: float = _dropout()
     rope_theta: float = key("Base of the rotary frequencies.", default=10000.0, minimum=1, maximum=1e12)
     qkv_bias: bool = key(
         "Whether query, key and value projections have a bias (Qwen2-MoE).", default=False

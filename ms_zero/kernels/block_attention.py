@@ -12,8 +12,9 @@ keys. PyNative only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mindspore as ms
 from mindspore import Tensor, ops
@@ -168,26 +169,18 @@ class _Composed:
     def add(
         self, attended: Attended, q: Tensor, k: Tensor, v: Tensor, where: Where, scale: float
     ) -> Attended:
-        kv_heads = k.shape[2]
-        keys, values = _by_head(k), _by_head(v)
-        outs, sums = [], []
-        for rows in _tiles(q):
-            before = _stacked(attended.out[:, rows], kv_heads)
-            log_sums = _stacked_sums(attended.log_sums[:, :, rows], kv_heads)
-            visible = _visible(where, rows, q.shape[2] // kv_heads)
-            out, log_sums = self._merge(
-                _stacked(q[:, rows], kv_heads), keys, values, before, log_sums, visible, scale
-            )
-            outs.append(_unstacked(out, q[:, rows].shape))
+        values, outs, sums = _by_head(v), [], []
+        for tile in _tiles(q, _by_head(k), attended, where, scale):
+            out, log_sums = self._merge(tile, values)
+            outs.append(_unstacked(out, tile.shape))
             sums.append(log_sums.reshape(q.shape[0], q.shape[2], -1))
         return Attended(ops.concat(outs, 1), ops.concat(sums, 2))
 
     @staticmethod
-    def _merge(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, visible: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = ops.BatchMatMul(transpose_b=True)(q, k) * scale
-        scores = scores * visible + (1.0 - visible) * _LOWEST
+    def _merge(tile: _Tile, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The result and the log sums of a tile with a further block of values [B, Hkv, Tk, D]."""
+        visible, log_sums, out = tile.visible, tile.log_sums, tile.out
+        scores = tile.scores * visible + (1.0 - visible) * _LOWEST
         has_before = (log_sums < float("inf")).astype(ms.float32)
         before = ops.Select()(log_sums < float("inf"), log_sums, ops.zeros_like(log_sums) + _LOWEST)
         top = ops.Maximum()(ops.ReduceMax(keep_dims=True)(scores, -1), before)
@@ -211,23 +204,18 @@ class _Composed:
         where: Where,
         scale: float,
     ) -> BlockGradients:
-        kv_heads = k.shape[2]
         keys, values = _by_head(k), _by_head(v)
         dq, dk, dv = [], _by_head(grads.k), _by_head(grads.v)
-        for rows in _tiles(q):
-            queries, given = _stacked(q[:, rows], kv_heads), _stacked(dout[:, rows], kv_heads)
-            out = _stacked(result.out[:, rows], kv_heads)
-            log_sums = _stacked_sums(result.log_sums[:, :, rows], kv_heads)
-            visible = _visible(where, rows, q.shape[2] // kv_heads)
-            scores = ops.BatchMatMul(transpose_b=True)(queries, keys) * scale
+        for tile in _tiles(q, keys, result, where, scale):
+            visible, log_sums, given = tile.visible, tile.log_sums, _stacked(dout[:, tile.rows], k.shape[2])
             # A hidden score may be far above the log sum, and a query without keys has +inf.
             log_sums = ops.Select()(log_sums < float("inf"), log_sums, ops.zeros_like(log_sums))
-            scores = (scores - log_sums) * visible + (1.0 - visible) * _LOWEST
+            scores = (tile.scores - log_sums) * visible + (1.0 - visible) * _LOWEST
             weights = ops.Exp()(scores) * visible
-            products = ops.ReduceSum(keep_dims=True)(out * given, -1)
+            products = ops.ReduceSum(keep_dims=True)(tile.out * given, -1)
             dscores = weights * (ops.BatchMatMul(transpose_b=True)(given, values) - products) * scale
-            dq.append(_unstacked(ops.BatchMatMul()(dscores, keys), q[:, rows].shape))
-            dk = dk + ops.BatchMatMul(transpose_a=True)(dscores, queries)
+            dq.append(_unstacked(ops.BatchMatMul()(dscores, keys), tile.shape))
+            dk = dk + ops.BatchMatMul(transpose_a=True)(dscores, tile.queries)
             dv = dv + ops.BatchMatMul(transpose_a=True)(weights, given)
         back = (0, 2, 1, 3)
         return BlockGradients(
@@ -237,9 +225,43 @@ class _Composed:
         )
 
 
-def _tiles(q: Tensor) -> list[slice]:
-    length = q.shape[1]
-    return [slice(start, min(start + _ROWS, length)) for start in range(0, length, _ROWS)]
+class _Tile(NamedTuple):
+    """A few queries and what belongs to them, fp32, query heads of a key head one after the other.
+
+    Attributes:
+        rows: which queries.
+        shape: [B, rows, H, D].
+        queries: [B, Hkv, H / Hkv rows, D].
+        scores: scale q k with all keys of a block, [B, Hkv, H / Hkv rows, Tk].
+        visible: 1.0 where a query sees a key; see `_visible`.
+        out: the result so far, as the queries.
+        log_sums: [B, Hkv, H / Hkv rows, 1].
+    """
+
+    rows: slice
+    shape: tuple[int, ...]
+    queries: Tensor
+    scores: Tensor
+    visible: Tensor
+    out: Tensor
+    log_sums: Tensor
+
+
+def _tiles(q: Tensor, keys: Tensor, so_far: Attended, where: Where, scale: float) -> Iterator[_Tile]:
+    """All queries [B, Tq, H, D], `_ROWS` at a time, with keys [B, Hkv, Tk, D]."""
+    length, kv_heads = q.shape[1], keys.shape[1]
+    for start in range(0, length, _ROWS):
+        rows = slice(start, min(start + _ROWS, length))
+        queries = _stacked(q[:, rows], kv_heads)
+        yield _Tile(
+            rows,
+            q[:, rows].shape,
+            queries,
+            ops.BatchMatMul(transpose_b=True)(queries, keys) * scale,
+            _visible(where, rows, q.shape[2] // kv_heads),
+            _stacked(so_far.out[:, rows], kv_heads),
+            _stacked_sums(so_far.log_sums[:, :, rows], kv_heads),
+        )
 
 
 def _by_head(x: Tensor) -> Tensor:
