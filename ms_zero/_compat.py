@@ -232,6 +232,15 @@ def declared_parameter(param: Parameter) -> Parameter:
         Parameter.init_param = True
 
 
+def keep_on_host(param: Parameter) -> None:
+    """Let the executor of graphs keep a Parameter in host memory, as ``Parameter(..., device="CPU")`` does.
+
+    Checked on 2.10.0: the user data "parameter_device", which clones inherit. It is not in the text of a
+    compiled graph, and means nothing to graphs for CPU.
+    """
+    param._set_user_data("parameter_device", "CPU")
+
+
 def device_target() -> str:
     """The device that operations run on: "CPU", "Ascend" or "GPU"."""
     return mindspore.get_context("device_target")

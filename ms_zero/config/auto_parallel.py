@@ -35,6 +35,9 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if stage == 3 and not value("parallel.reshard_after_forward"):
         message = "hsdp frees weights after forward; use zero_stage 2 to keep them"
         yield "parallel.reshard_after_forward", message
+    if value("offload.optimizer") == "cpu" and value("optim.kind") == "sgd":
+        message = "optim.kind sgd has no state that could leave the device"
+        yield "offload.optimizer", f"{message}; use none"
     width = value("model.head_dim")
     if not isinstance(width, int):
         width = value("model.hidden_size") // value("model.num_heads")

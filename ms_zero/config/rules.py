@@ -557,7 +557,6 @@ _GRAPH_ENGINE = {
     "precision.reduce": ("fp32",),
     "precision.accumulate": ("fp32",),
     "precision.master": ("fp32",),
-    "offload.optimizer": ("none",),
     "offload.params": ("none",),
     "hardware.target": ("CPU", "Ascend"),
 }
@@ -571,6 +570,7 @@ _GRAPH_UNCUT = {
     "parallel.zero_stage": (0,),
     "memory.recompute": ("none",),
     "memory.activations": ("device",),
+    "offload.optimizer": ("none",),
 }
 _GRAPH_ON_CPU = {**_GRAPH_UNCUT, "precision.compute": ("fp32", "fp16")}
 # Of models with experts.
@@ -581,6 +581,7 @@ _GRAPH_CUT = {
     "train.rampup_samples": (0,),
     "memory.recompute": ("none", "full", "every_k", "selective"),
     "memory.activations": ("device", "host"),
+    "offload.optimizer": ("none", "cpu"),
     "hardware.kernels": ("native",),
 }
 
@@ -915,6 +916,8 @@ _PARALLEL_RULES = (
             "parallel.context",
             "train.accumulation_steps",
             "train.micro_batch_size",
+            "offload.optimizer",
+            "optim.kind",
             "precision.compute",
             "model.hidden_size",
             "model.num_heads",

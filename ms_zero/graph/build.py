@@ -72,7 +72,8 @@ def needs_auto_parallel(config: RunConfig) -> bool:
     """Whether a run is for AutoParallel, and not only for whole models on ranks with different data."""
     parallel, memory = config.parallel, config.memory
     is_cut = max(parallel.pp, parallel.tp, parallel.cp, parallel.ep) > 1 or parallel.zero_stage > 0
-    return is_cut or memory.recompute != "none" or memory.activations != "device"
+    leaves_device = memory.activations != "device" or config.offload.optimizer != "none"
+    return is_cut or leaves_device or memory.recompute != "none"
 
 
 def build_compiled_engine(
@@ -107,6 +108,9 @@ def build_compiled_engine(
     step.prepare(train.micro_batch_size * train.accumulation_steps, config.data.seq_len)
     notes = _notes(config.precision.compute, 1)
     notes += ["engine graph: MindSpore's AutoParallel cuts this run; that has not been tried on a device"]
+    if config.offload.optimizer == "cpu":
+        share = f"{config.offload.fraction:.0%}"
+        notes.append(f"offload: {share} of the optimizer state is kept and updated on the host")
     is_ring = ring.size > 1 and config.parallel.context == "ring"
     order = partial(ring_order, degree=ring.size) if is_ring else None
     common = {"group": group, "resets": resets, "notes": notes}

@@ -135,9 +135,11 @@ class CompiledStep:
         return iter(())
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes on this rank, by the sizes of parameters as they are now (cut, once compiled)."""
-        size = 4 * sum(prod(param.shape) for param in self.params if self.holds(param))
-        return {"weights": size, "gradients": size, "optimizer": size * len(self.update_cell.state())}
+        """Bytes on this rank's device, by the sizes of parameters as they are now (cut, once compiled)."""
+        held = [4 * prod(param.shape) if self.holds(param) else 0 for param in self.params]
+        state = sum(size for size, is_host in zip(held, self.update_cell.on_host, strict=True) if not is_host)
+        kinds = len(self.update_cell.state())
+        return {"weights": sum(held), "gradients": sum(held), "optimizer": state * kinds}
 
     def layouts(self) -> Mapping[str, Sequence]:
         """How MindSpore has cut each parameter of this rank; empty without AutoParallel."""

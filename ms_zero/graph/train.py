@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
 from ms_zero import models
-from ms_zero.config import OptimConfig, RunConfig
+from ms_zero.config import OffloadConfig, OptimConfig, RunConfig
 from ms_zero.graph.network import EXTRA_ARGUMENTS, LossNetwork, ReusedScaledLoss, ScaledLoss, loss_factor
 from ms_zero.graph.reduce import MicrobatchGradients, SameGradients
 from ms_zero.graph.scale import ClipDecision, GlobalSquares, WithDecision
 from ms_zero.graph.seqpipe import SequenceParts
-from ms_zero.graph.update import GRAD_SCALE_AT, Update, scalars_parameter
+from ms_zero.graph.update import GRAD_SCALE_AT, Update, host_flags, scalars_parameter
 from ms_zero.kernels import reference
 from ms_zero.kernels.dispatch import resolve_target
 from ms_zero.precision.scaler import LossScaler, StaticLossScaler
@@ -126,7 +127,8 @@ def build_train_cell(
     params = trained_parameters(model)
     step = _wrapped(config, network, model) if wrap is None else wrap(network)
     joined = default_gradients(config, params) if gradients is None else gradients(params)
-    update = build_update(config.optim, model if plain is None else plain, params, target)
+    decays = model if plain is None else plain
+    update = build_update(config.optim, decays, params, target, host_share=host_share(config.offload))
     scaler = StaticLossScaler(1.0) if scaler is None else scaler
     cell = TrainCell(
         step,
@@ -153,11 +155,26 @@ def trained_parameters(model: nn.Cell) -> ParameterTuple:
 
 
 def build_update(
-    config: OptimConfig, model: nn.Cell, params: ParameterTuple, target: str | None = None
+    config: OptimConfig,
+    model: nn.Cell,
+    params: ParameterTuple,
+    target: str | None = None,
+    *,
+    host_share: float = 0.0,
 ) -> Update:
-    """The optimizer of a model whose layers say which of their parameters decay."""
+    """The optimizer of a model whose layers say which of their parameters decay.
+
+    ``host_share``: of the optimizer state, what is kept in host memory.
+    """
     decaying = models.decay_names(model)
-    return Update(params, [param.name in decaying for param in params], kind=config.kind, target=target)
+    decays = [param.name in decaying for param in params]
+    on_host = host_flags([prod(param.shape) for param in params], host_share)
+    return Update(params, decays, kind=config.kind, target=target, on_host=on_host)
+
+
+def host_share(config: OffloadConfig) -> float:
+    """The share of the optimizer state that a config keeps in host memory."""
+    return config.fraction if config.optimizer == "cpu" else 0.0
 
 
 def _wrapped(config: RunConfig, network: nn.Cell, model: nn.Cell) -> nn.Cell:

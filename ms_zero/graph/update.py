@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from ms_zero._compat import keep_on_host
 from ms_zero.kernels import reference
 from ms_zero.kernels.dispatch import resolve_target
 from ms_zero.kernels.graph_optimizer import FusedAdamW
@@ -42,6 +43,51 @@ class ComposedAdamW(nn.Cell):
         return self.depend(token, self.assign(exp_avg_sq, self.select(skipped, exp_avg_sq, mean_square)))
 
 
+class HostAdamW(nn.Cell):
+    """What `ComposedAdamW` does, with moments and arithmetic in host memory and on the host's processor.
+
+    Operators of a graph that are marked for "CPU" run there, whatever the graph's device. The gradient goes
+    to the host, and what is to be taken from the parameter comes back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply, self.add, self.divide = (_on_host(op()) for op in (ops.Mul, ops.Add, ops.Div))
+        self.sqrt, self.square = _on_host(ops.Sqrt()), _on_host(ops.Square())
+        self.select, self.assign = _on_host(ops.Select()), _on_host(ops.Assign())
+        self.choose, self.set, self.depend = ops.Select(), ops.Assign(), ops.Depend()
+
+    def construct(
+        self, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, scalars: Tensor
+    ) -> Tensor:
+        """Update in place, or skip where the scalars say so; returns a token."""
+        multiply, add = self.multiply, self.add
+        grad = multiply(grad.astype(exp_avg.dtype), scalars[_GRAD_SCALE])
+        skipped = scalars[reference.FOUND_INF] != 0
+        mean = add(multiply(exp_avg, scalars[_BETA1]), multiply(grad, scalars[_ONE_MINUS_BETA1]))
+        square = multiply(self.square(grad), scalars[_ONE_MINUS_BETA2])
+        mean_square = add(multiply(exp_avg_sq, scalars[_BETA2]), square)
+        divisor = add(multiply(self.sqrt(mean_square), scalars[_INVERSE_ROOT]), scalars[_EPS])
+        change = multiply(self.divide(mean, divisor), scalars[_STEP_SIZE])
+        token = self.assign(exp_avg, self.select(skipped, exp_avg, mean))
+        token = self.depend(token, self.assign(exp_avg_sq, self.select(skipped, exp_avg_sq, mean_square)))
+        value = param * scalars[_KEEP] - change
+        return self.depend(token, self.set(param, self.choose(skipped, param, value)))
+
+
+def _on_host(operator: ops.Primitive) -> ops.Primitive:
+    return operator.set_device("CPU")
+
+
+def host_flags(sizes: Sequence[int], fraction: float) -> tuple[bool, ...]:
+    """Which parameters have their state on the host: the first ones, as near to a share of all as they go."""
+    goal, taken, flags = fraction * sum(sizes), 0, []
+    for size in sizes:
+        flags.append(taken + size / 2 <= goal and fraction > 0)
+        taken += size if flags[-1] else 0
+    return tuple(flags)
+
+
 class ComposedSGD(nn.Cell):
     """Plain gradient descent with decay: see :func:`ms_zero.kernels.reference.sgd_scalars`."""
 
@@ -64,19 +110,31 @@ class Update(nn.Cell):
         decays: for each parameter whether weight decay applies.
         kind: "adamw" or "sgd".
         target: see :mod:`ms_zero.kernels.dispatch`; None for the current device.
+        on_host: for each parameter whether its state is kept and updated on the host (adamw only); (): none.
     """
 
     def __init__(
-        self, params: ParameterTuple, decays: Sequence[bool], *, kind: str, target: str | None = None
+        self,
+        params: ParameterTuple,
+        decays: Sequence[bool],
+        *,
+        kind: str,
+        target: str | None = None,
+        on_host: Sequence[bool] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
         self.params, self.decays = params, tuple(decays)
+        self.on_host = tuple(on_host) or (False,) * len(params)
         for name in MOMENTS[kind]:
             setattr(self, name, params.clone(prefix=name, init="zeros"))
+            for state, is_host in zip(getattr(self, name), self.on_host, strict=True):
+                if is_host:
+                    keep_on_host(state)
         self.kind, self.is_adam = kind, kind == "adamw"
         if self.is_adam:
             fused = resolve_target(target) in _FUSED
             self.rule = FusedAdamW(target=target) if fused else ComposedAdamW()
+            self.host_rule = HostAdamW()
         else:
             self.rule = ComposedSGD()
 
@@ -96,7 +154,10 @@ class Update(nn.Cell):
             scalars = decayed if self.decays[index] else plain
             if self.is_adam:
                 state = (self.exp_avg[index], self.exp_avg_sq[index])
-                done = self.rule(self.params[index], *state, grads[index], scalars)
+                if self.on_host[index]:
+                    done = self.host_rule(self.params[index], *state, grads[index], scalars)
+                else:
+                    done = self.rule(self.params[index], *state, grads[index], scalars)
             else:
                 done = self.rule(self.params[index], grads[index], scalars)
             token = ops.depend(token, done)

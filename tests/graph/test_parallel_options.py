@@ -81,7 +81,7 @@ def test_overlaps_follow_from_what_is_cut():
         (["precision.reduce=bf16"], "leave reduce"),
         (["model.dropout=0.1"], "drawn on the host"),
         (["memory.activations=int8"], "kept exactly"),
-        (["offload.optimizer=cpu"], "no switch for optimizer state"),
+        (["offload.optimizer=cpu"], "sgd has no state"),
     ],
 )
 def test_what_autoparallel_does_not_do_is_refused(overrides, message):
