@@ -203,7 +203,8 @@ def test_the_run_file_and_commands_on_orders_of_the_compiler_work(tmp_path):
 def test_the_program_and_the_commands_on_models_of_ones_own_under_autoparallel_work(tmp_path):
     (program,) = blocks("auto-parallel.md", "python")
     (tmp_path / "own_parallel.py").write_text(program)
-    train, inspect = blocks("auto-parallel.md", "bash")[-1].splitlines()
+    (commands,) = (block for block in blocks("auto-parallel.md", "bash") if "own_parallel" in block)
+    train, inspect = commands.splitlines()
     shown = run(train, tmp_path)
     losses = [float(loss) for loss in re.findall(r"step \d+  loss ([\d.]+)", shown.stdout)]
     assert len(losses) == 3 and losses[-1] < losses[0], shown.stdout + shown.stderr
