@@ -11,6 +11,7 @@ from ms_zero.checkpoint import open_checkpoint, save
 from ms_zero.comm import ProcessMesh, checked, local
 from ms_zero.config import load_config
 from ms_zero.data.run import load_data
+from ms_zero.kernels import default_target
 from ms_zero.mesh import Mesh
 from ms_zero.models.init import init_rules, initial_values
 from ms_zero.models.layers import name_parameters_by_path
@@ -222,8 +223,16 @@ def own_model(comm, stage, ep, with_values=False, count=3):
     return {name: value.reshape(-1).tolist() for name, value in model.state_dict().items()}
 
 
+def by_operators_of_devices(comm):
+    """Losses, norms and the bias after two steps with the kernels that a GPU gets; they run on CPU too."""
+    with default_target("GPU"):
+        trainer, _ = trainer_of(comm, *EP, "parallel.zero_stage=3", "memory.recompute=full")
+        return [steps(trainer, 2), bias_of(trainer)]
+
+
 def job(comm, root):
     return {
+        "by_operators_of_devices": by_operators_of_devices(comm),
         "resumed": resumed(comm, root),
         "balancing": balancing(comm),
         "in_16_bits": in_16_bits(comm),
@@ -264,6 +273,15 @@ def test_biases_follow_the_load_of_applied_steps_alone(reports):
         found = report["balancing"]
         assert found["plain"] == found["recomputed"] == found["evaluated"] == expected
         assert found["skipped"] == [True, [0.0] * 8]
+
+
+def test_routing_and_sorting_by_operators_of_devices_train_alike(reports):
+    single, _ = trainer_of(local())
+    expected = steps(single, 2)
+    for report in reports:
+        found, bias = report["by_operators_of_devices"]
+        np.testing.assert_allclose(found, expected, rtol=5e-6)
+        assert bias == bias_of(single)
 
 
 def test_it_trains_in_16_bits_like_one_process(reports):
