@@ -302,10 +302,11 @@ def _check_graph_engine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.values["engine.kind"] != "graph":
         return
     limits = dict(_GRAPH_ENGINE)
-    if facts.values["model.family"] == "moe":
+    has_experts = facts.values["model.family"] == "moe"
+    if has_experts:
         limits |= _GRAPH_EXPERTS
     if facts.values["hardware.target"] == "CPU":
-        limits |= _GRAPH_ON_CPU
+        limits |= _GRAPH_ON_CPU | ({"precision.compute": ("fp32",)} if has_experts else {})
     elif _is_cut(facts):
         limits |= _GRAPH_CUT
     for path, available in limits.items():

@@ -409,6 +409,7 @@ CASES = [
         MIXTRAL,
     ),
     ("MZ069", "parallel.ep", ["engine=graph", "parallel.ep=2"], ["parallel.ep=2"], 2, MIXTRAL),
+    ("MZ069", "precision.compute", ["engine=graph", "precision.policy=fp16"], ["engine=graph"], 1, MIXTRAL),
     (
         "MZ078",
         "model.router_bias",
