@@ -75,10 +75,15 @@ def _pipeline_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]
     if schedule == "zb-v" and count < 2 * ranks:
         message = f"zb-v needs two microbatches a pipeline rank, {2 * ranks}, not {count}"
         yield "train.accumulation_steps", f"{message}; raise it, or use 1f1b"
+    elif count < ranks:
+        message = f"MindSpore's Pipeline takes as many microbatches as stages or more, {ranks}, not {count}"
+        yield "train.accumulation_steps", f"{message}; raise it, or lower parallel.pp"
     if schedule == "seqpipe":
         yield from _parts_problems(value)
-    if 0 in value("parallel.stage_layers"):
-        yield "parallel.stage_layers", "the graph engine puts blocks on each stage; give each at least one"
+    layers = value("parallel.stage_layers")
+    if 0 in (layers if schedule == "seqpipe" else layers[1:-1]):
+        message = "the compiler needs a block on each stage, but for the ends without seqpipe"
+        yield "parallel.stage_layers", f"{message}; give each at least one"
 
 
 def _parts_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -177,15 +177,16 @@ def stages_of(config: RunConfig) -> Stages:
     """The cut of a pipeline, by the same keys as the eager engine's.
 
     Raises:
-        UserError: a stage would have no blocks.
+        UserError: a stage would have nothing.
     """
     parallel = config.parallel
     scheduler, interleave = {**SCHEDULES, **COMPILED}[parallel.schedule]
     layers = stage_layers(config, parallel.pp * stages_per_rank(parallel.schedule, parallel.virtual_stages))
-    if 0 in layers:
+    # The first and the last have the table of tokens and the head at least.
+    if 0 in (layers if scheduler == "seqpipe" else layers[1:-1]):
         raise UserError(
-            f"graph: the stages have {list(layers)} blocks: the graph engine puts at least one on each: set "
-            "parallel.stage_layers, or lower parallel.pp or parallel.virtual_stages"
+            f"graph: the stages have {list(layers)} blocks: each needs at least one, but for the ends "
+            "without seqpipe: set parallel.stage_layers, or lower parallel.pp or parallel.virtual_stages"
         )
     return Stages(parallel.pp, scheduler, interleave, layers)
 

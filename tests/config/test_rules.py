@@ -25,7 +25,8 @@ STAGES = ["parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 SCHEDULE, WRONG_ORDER = (Path(__file__).with_name(f"{name}.csv") for name in ("schedule", "wrong_order"))
 ON_910B2 = ["hardware.target=Ascend", "hardware.device=ascend-910b2"]
 AUTO_PARALLEL = ["engine=graph", *ON_910B2, "train.eval_interval=0"]
-PARTS_OF_SEQUENCES = ["parallel.pp=2", "parallel.schedule=seqpipe", "precision.policy=bf16"]
+STAGES_2 = ["parallel.pp=2", "train.accumulation_steps=2"]
+PARTS_OF_SEQUENCES = [*STAGES_2, "parallel.schedule=seqpipe", "precision.policy=bf16"]
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 STORED = ["data.source=megatron", "data.files=[a]", "data.tokenizer=none"]
 PARTS = "data.parts=[{source: %s, weight: 1}]"
@@ -418,7 +419,7 @@ CASES = [
         2,
         DEEPSEEK,
     ),
-    ("MZ078", "parallel.pp", [*AUTO_PARALLEL, "parallel.pp=2"], [*ON_910B2, "parallel.pp=2"], 2, MIXTRAL),
+    ("MZ078", "parallel.pp", [*AUTO_PARALLEL, *STAGES_2], [*ON_910B2, *STAGES_2], 2, MIXTRAL),
     (
         "MZ069",
         "train.eval_interval",
@@ -437,8 +438,16 @@ CASES = [
     ),
     (
         "MZ078",
+        "train.accumulation_steps",
+        [*AUTO_PARALLEL, "parallel.pp=2"],
+        [*ON_910B2, "parallel.pp=2"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
         "parallel.stage_layers",
-        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.stage_layers=[0, 4]"],
+        [*AUTO_PARALLEL, *PARTS_OF_SEQUENCES, "parallel.stage_layers=[0, 4]"],
         [*ON_910B2, "parallel.pp=2", "parallel.stage_layers=[0, 4]"],
         2,
         GPT,
@@ -503,7 +512,7 @@ CASES = [
     (
         "MZ078",
         "parallel.schedule",
-        [*AUTO_PARALLEL, "parallel.pp=2", "parallel.schedule=zb-h1"],
+        [*AUTO_PARALLEL, *STAGES_2, "parallel.schedule=zb-h1"],
         [*ON_910B2, "parallel.pp=2", "parallel.schedule=zb-h1"],
         2,
         LLAMA,

@@ -46,14 +46,16 @@ def test_schedules_by_the_names_of_mindspore(schedule, expected):
     [(6, (), (1, 2, 2, 1)), (8, (), (2, 2, 2, 2)), (6, ("parallel.stage_layers=[3,1,1,1]",), (3, 1, 1, 1))],
 )
 def test_layers_are_balanced_with_the_ends_unless_the_run_says_so(layers, keys, expected):
-    config = config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys)
+    overrides = ("parallel.pp=4", "train.accumulation_steps=4", f"model.num_layers={layers}")
+    config = config_of(4, *overrides, *keys)
     assert options_of(config).stages.chunk_layers == expected
 
 
-@pytest.mark.parametrize(("layers", "keys"), [(3, ()), (6, ("parallel.stage_layers=[3,0,2,1]",))])
-def test_stages_without_layers_are_refused(layers, keys):
+@pytest.mark.parametrize("keys", [["[3,0,2,1]"], ["[0,2,2,2]", "parallel.schedule=seqpipe"]])
+def test_stages_without_layers_are_refused(keys):
+    overrides = ("parallel.pp=4", "model.num_layers=6", "train.accumulation_steps=4")
     with pytest.raises(UserError, match="at least one"):
-        options_of(config_of(4, "parallel.pp=4", f"model.num_layers={layers}", *keys))
+        options_of(config_of(4, *overrides, f"parallel.stage_layers={keys[0]}", *keys[1:]))
 
 
 def test_recompute_by_block():

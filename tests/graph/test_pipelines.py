@@ -63,32 +63,33 @@ def test_stages_have_the_blocks_that_the_keys_say():
     stages = options_of(config_of(2, *keys, "parallel.schedule=zb-v", "train.accumulation_steps=4")).stages
     assert [stages.place(chunk) for chunk in range(4)] == [(0, 0), (1, 0), (1, 1), (0, 1)]
     # A large table of tokens and a large head weigh more than the blocks.
-    large = ("model.vocab_size=50000", "parallel.pp=4", "train.accumulation_steps=4")
+    large = (*pipeline(4, "1f1b", 4), "model.vocab_size=50000")
+    assert options_of(config_of(4, *large)).stages.chunk_layers == (0, 2, 2, 0)
     with pytest.raises(UserError, match=r"the stages have \[0, 2, 2, 0\] blocks"):
-        options_of(config_of(4, *keys, *large))
+        options_of(config_of(4, *large, "parallel.schedule=seqpipe"))
 
 
 TIED = (*pipeline(2, "1f1b", 2, microbatches=2), "model.tie_embeddings=true")
 
 
-@pytest.mark.parametrize(("level", "policy", "dtype"), [(0, "fp32", "Float32"), (3, "bf16", "BFloat16")])
-def test_a_tied_table_goes_to_the_last_stage_and_its_gradient_comes_back(level, policy, dtype):
+@pytest.mark.parametrize(
+    ("level", "policy", "dtype", "ranks"), [(0, "fp32", "Float32", (0,)), (3, "bf16", "BFloat16", (0, 3))]
+)
+def test_a_tied_table_goes_to_the_last_stage_and_its_gradient_comes_back(level, policy, dtype, ranks):
     keys = (*TIED, f"parallel.zero_stage={level}", f"precision.policy={policy}")
-    first, last = compiled(4, *keys).graph, compiled(4, *keys, rank=3).graph
-    of_table = ((VOCABULARY, HIDDEN), dtype)
-    for graph, name, phase, tensor in (
-        (first, "Send", "forward", "sent"),
-        (last, "Receive", "forward", "received"),
-        (last, "Send", "backward", "sent"),
-        (first, "Receive", "backward", "received"),
-    ):
-        found = [getattr(each, tensor) for each in graph.select(name, role="pipeline", phase=phase)]
-        # With each microbatch, and the same dtype on both sides.
-        kinds = [(each.shape, each.dtype) for each in found]
-        assert kinds.count(of_table) == 2 and len(kinds) == 4, (name, phase)
+    graphs = [compiled(4, *keys, rank=rank).graph for rank in ranks]
+    ways = [(("Send", "forward", "sent"), ("Receive", "backward", "received"))]
+    ways += [(("Receive", "forward", "received"), ("Send", "backward", "sent"))]
+    for graph, both in zip(graphs, ways):
+        for name, phase, tensor in both:
+            found = [getattr(each, tensor) for each in graph.select(name, role="pipeline", phase=phase)]
+            # With each microbatch, and the same dtype on both sides.
+            kinds = [(each.shape, each.dtype) for each in found]
+            assert kinds.count(((VOCABULARY, HIDDEN), dtype)) == 2 and len(kinds) == 4, (name, phase)
     # It is a parameter, with a gradient in the norm, on the first stage alone.
-    assert "model.embed_tokens.weight" in first.parameters
-    assert not any("embed_tokens" in name or "lm_head" in name for name in last.parameters)
+    assert "model.embed_tokens.weight" in graphs[0].parameters
+    for graph in graphs[1:]:
+        assert not any("embed_tokens" in name or "lm_head" in name for name in graph.parameters)
 
 
 HALVES = ("parallel.tp=2", "train.micro_batch_size=2")
@@ -110,10 +111,10 @@ def test_halves_of_a_microbatch_communicate_twice_with_half_the_bytes():
 
 
 def test_parts_of_sequences_attend_to_those_before():
-    keys = pipeline(2, "seqpipe", 2, microbatches=2)
-    graph, text = compiled(2, *keys).graph, text_of(2, *keys)
+    keys = pipeline(4, "seqpipe", 4)
+    graph, text = compiled(4, *keys, rank=1).graph, text_of(4, *keys, rank=1)
     sent = graph.select("Send", role="pipeline", phase="forward")
-    assert [each.sent.shape for each in sent] == [(TOKENS // 2, HIDDEN)] * 4
+    assert [each.sent.shape for each in sent] == [(TOKENS // 2, HIDDEN)] * 8
     # Attention of a part: keys before, keys after, mode 4 (a band, counted from the last row and key).
     number = r"Tensor\(shape=\[\], dtype=Int64, value=(-?\d+)\)"
     pattern = rf"= call @.*{number}, {number}, {number}\).*seq_chunk: I64\((\d)\).*is_bp: Bool\(0\)"
