@@ -16,12 +16,11 @@ from typing import Protocol
 import mindspore as ms
 from mindspore import Tensor, mint, nn
 
-from ms_zero import kernels
 from ms_zero.errors import UserError
 from ms_zero.models.dropout import Dropout, DropoutState, name_dropouts_by_path
 from ms_zero.models.latent import LatentAttention
 from ms_zero.models.layers import Embedding, Linear, RMSNorm, name_parameters_by_path
-from ms_zero.models.llama import LlamaAttention, LlamaMLP
+from ms_zero.models.llama import LlamaAttention, LlamaMLP, LlamaModel
 from ms_zero.models.moe import Mixture, MoE
 from ms_zero.models.rope import RotaryTables
 
@@ -73,28 +72,10 @@ class MoELayer(nn.Cell):
         return x + (y if self.mlp_dropout is None else self.mlp_dropout(y)), aux
 
 
-class MoEModel(nn.Cell):
+class MoEModel(LlamaModel):
     """Embedding, layers and final norm."""
 
-    chained_blocks = ("layers",)  # see ms_zero.memory.segment
     fp32_outputs = (1,)  # read by ms_zero.precision
-
-    def __init__(
-        self,
-        embed_tokens: Embedding,
-        rotary_emb: RotaryTables,
-        layers: list[MoELayer],
-        norm: RMSNorm,
-        dropout: Dropout | None,
-        target: str | None,
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = embed_tokens
-        self.rotary_emb = rotary_emb
-        self.document_mask = kernels.DocumentMask(target)
-        self.layers = nn.CellList(layers)
-        self.norm = norm
-        self.dropout = dropout
 
     def construct(
         self,

@@ -141,7 +141,7 @@ class LlamaModel(nn.Cell):
         self,
         embed_tokens: Embedding,
         rotary_emb: RotaryTables,
-        layers: list[LlamaLayer],
+        layers: list[nn.Cell],
         norm: RMSNorm,
         dropout: Dropout | None,
         target: str | None,
