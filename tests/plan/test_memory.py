@@ -167,6 +167,13 @@ def test_whole_gradients_are_kept_until_they_are_reduced():
         assert whole["gradients"] == 8 * shard["gradients"] == 2e9
 
 
+def test_gradients_of_a_single_microbatch_are_reduced_as_they_appear():
+    for stage in (0, 1):
+        for count, ranks in ((1, 4), (2, 1)):  # whole where several microbatches are added up
+            layout = Layout(seq_len=1, dp_shard=4, zero_stage=stage, microbatches=count)
+            assert state_bytes(layout, 1e9)[0]["gradients"] == MIXED.gradient * 1e9 / ranks
+
+
 def test_replicas_do_not_shard():
     one, _ = state_bytes(Layout(seq_len=1, dp_shard=4, zero_stage=3), 1e9)
     two, _ = state_bytes(Layout(seq_len=1, dp_shard=4, dp_replicate=2, zero_stage=3), 1e9)
