@@ -54,6 +54,12 @@ def test_the_kind_of_context_parallelism(translate, section, degree, key, ring, 
     assert note.fate == "untranslatable" and "see parallel.context" in note.reason
 
 
+def test_the_order_of_a_pipeline(translate):
+    text = "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: %s}}"
+    for name, expected in (("1f1b", "1f1b"), ("zero_bubble_v", "zb-v"), ("seqpipe", "seqpipe")):
+        assert translate(text % name).values["parallel"]["schedule"] == expected
+
+
 PARALLEL_OPTIMIZER = "parallel: {enable_parallel_optimizer: %s}\nparallel_config: {data_parallel: 8, %s}\n"
 
 

@@ -16,6 +16,12 @@ SHAPE_OF_EXPERTS = "the shape of a model with experts is not translated; describ
 """Why the keys of such a model are left out."""
 _EXCHANGE = "tokens go straight to the ranks of their experts, as many as there are"
 
+
+def _schedule(name: object) -> object:
+    """MindSpore's name of an order as a run file has it."""
+    return "zb-v" if name == "zero_bubble_v" else name
+
+
 LLAMA_LIKE = ("llama", "qwen2", "qwen3", "mistral", "internlm", "yi")
 """Words in the type of a model whose blocks are those of family llama."""
 
@@ -72,7 +78,9 @@ GRAPH: Mapping[str, Entry] = {
     "parallel_config.use_seq_parallel": To("parallel.sequence_parallel", bool),
     "parallel_config.vocab_emb_dp": No("the embedding is split with tensor parallelism"),
     "parallel_config.gradient_aggregation_group": No("see parallel.bucket_mb"),
-    "parallel_config.seq_split_num": Only(1, "sequences are not split", "sequence pipelines are not offered"),
+    "parallel_config.seq_split_num": Only(
+        1, "sequences are not split", "see parallel.sequence_parts, with schedule seqpipe of engine graph"
+    ),
     "parallel_config.ulysses_degree_in_cp": Only(1, _NOT_BOTH, "ring and Ulysses are not mixed"),
     "parallel_config.mem_coeff": No(_GRAPH),
     "parallel_config.optimizer_shard": No("an old name; parallel.enable_parallel_optimizer decides"),
@@ -84,7 +92,7 @@ GRAPH: Mapping[str, Entry] = {
     ),
     "parallel.parallel_optimizer_config.parallel_optimizer_threshold": No("every weight is sharded"),
     "parallel.pipeline_config.pipeline_interleave": No("see pp_interleave_num"),
-    "parallel.pipeline_config.pipeline_scheduler": To("parallel.schedule"),
+    "parallel.pipeline_config.pipeline_scheduler": To("parallel.schedule", _schedule),
     "context.device_target": To("hardware.target"),
     "context.mode": No("this is the eager engine's file; the graph engine reads the same one"),
     "context.max_device_memory": No("a limit of the allocator; 'ms-zero plan' tells what fits"),
