@@ -22,13 +22,13 @@ class Routed(NamedTuple):
         kept: experts of each token, int32 [B, T, k]; -1 for a choice that was dropped.
         weights: of the choices, fp32 [B, T, k].
         aux: auxiliary loss of each sequence, fp32 [B].
-        loads: tokens that chose each expert, int64 [E].
+        chosen: like `kept`, dropped ones too.
     """
 
     kept: Tensor
     weights: Tensor
     aux: Tensor
-    loads: Tensor
+    chosen: Tensor
 
 
 def route_by(target: str | None) -> Callable[[Tensor, Tensor | None, Rules], Routed]:
@@ -40,9 +40,15 @@ def route_by(target: str | None) -> Callable[[Tensor, Tensor | None, Rules], Rou
         chosen = _choose(ops.stop_gradient(score), bias, rules, ascending)
         counts, kept = _fill(chosen, logits.shape[-1], rules, ascending)
         aux = _auxiliary(logits, score, counts, rules)
-        return Routed(kept, _weigh(score, chosen, kept, rules), aux, counts.sum(0))
+        return Routed(kept, _weigh(score, chosen, kept, rules), aux, chosen)
 
     return route
+
+
+def loads(chosen: Tensor, num_experts: int) -> Tensor:
+    """Tokens that chose each expert, int64 [E]."""
+    experts = ops.arange(0, num_experts, dtype=ms.int32)
+    return (chosen.reshape(-1, 1) == experts).astype(ms.int64).sum(0)
 
 
 def _scores(logits: Tensor, kind: str) -> Tensor:

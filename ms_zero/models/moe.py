@@ -8,7 +8,7 @@ tokens an expert gets decides about shapes, so these numbers come to the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +42,10 @@ class Routing(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Joins sequences of which each rank of a group has some tokens. Arrays are [B, T, ...] or such parts."""
+    """Joins sequences of which each rank of a group has some tokens. Arrays are [B, T, ...] or such parts.
+
+    Arrays are joined on the host, tensors on the device.
+    """
 
     def gather(self, part: Tensor) -> np.ndarray:
         """The whole, outside of autograd. Collective."""
@@ -55,6 +58,15 @@ class Sequences(Protocol):
 
     def total(self, numbers: np.ndarray) -> np.ndarray:
         """The sum over the ranks. Collective."""
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole; its gradient reaches this rank's tokens as it is here. Collective."""
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's tokens."""
+
+    def shared(self, x: Tensor) -> Tensor:
+        """`x`, which all ranks have alike; its gradients add up. Collective in backward."""
 
 
 class Router(nn.Cell):
@@ -102,17 +114,24 @@ class Router(nn.Cell):
     def construct(self, x: Tensor) -> Routing:
         """Route x [B, T, H]."""
         logits = self.linear(x.astype(ms.float32), self.weight)
-        if self.route is None or self.sequences is not None:  # parts of sequences are joined on the host
-            ids, weights, aux, load = self._route_on_host(logits)
-        else:
-            ids, weights, aux, load = self.route(logits, self.bias, self.rules)
+        route = self._route_on_host if self.route is None else self._route_on_device
+        ids, weights, aux, load = route(logits)
         # Recorded once: evaluation records nothing, and of a recomputed forward only the second run does.
         if self.bias is not None and is_recording():
-            vars(self)["loads"] = load if self.loads is None else self.loads + load
+            vars(self)["loads"] = load() if self.loads is None else self.loads + load()
         top_k = self.rules.top_k
         return Routing(ids.reshape(-1, top_k), weights.reshape(-1, top_k), aux)
 
-    def _route_on_host(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, np.ndarray]:
+    def _route_on_device(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]:
+        joined = self.sequences
+        whole = logits if joined is None else joined.whole(logits)
+        kept, weights, aux, chosen = self.route(whole, self.bias, self.rules)
+        if joined is not None:
+            kept, weights, chosen = (joined.mine(each) for each in (kept, weights, chosen))
+            aux = joined.shared(aux)
+        return kept, weights, aux, lambda: device_routing.loads(chosen, self.num_experts)
+
+    def _route_on_host(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Callable[[], np.ndarray]]:
         finish_queued()
         bias = None if self.bias is None else self.bias.asnumpy()
         joined = self.sequences
@@ -121,7 +140,7 @@ class Router(nn.Cell):
         own = choice if joined is None else Choice(*map(joined.own, choice))
         chosen, kept = (Tensor.from_numpy(part) for part in choice)
         weights, aux = _Weighed.apply(logits, whole, chosen, kept, self.rules, joined)
-        return Tensor.from_numpy(own.kept), weights, aux, loads(own.chosen, self.num_experts)
+        return Tensor.from_numpy(own.kept), weights, aux, lambda: loads(own.chosen, self.num_experts)
 
     def take_loads(self) -> np.ndarray:
         """Tokens that chose each expert in recorded forwards since the last call, int64 [E]."""

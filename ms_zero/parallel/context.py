@@ -28,6 +28,7 @@ from mindspore import Tensor, nn, ops
 from ms_zero import kernels
 from ms_zero._compat import function_class
 from ms_zero.comm import Communicator, Group, Handle
+from ms_zero.comm.autograd import copy_to_group
 from ms_zero.errors import UserError
 
 #: Ranges [start, stop) of a sample's tokens, ascending.
@@ -137,11 +138,39 @@ class JoinedSamples:
         """The sum over the ranks."""
         return self.part.comm.all_reduce(Tensor(numbers), self.part.group).asnumpy()
 
+    def whole(self, part: Tensor) -> Tensor:
+        """[B, T / c, ...] of each rank -> [B, T, ...]; the gradient of this rank's tokens goes to `part`."""
+        return _Join.apply(part, self)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """[B, T, ...] -> this rank's tokens, [B, T / c, ...]."""
+        return ops.gather(whole, Tensor(positions_of(self.part.spans(whole.shape[1]))), 1)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """`x`, which all ranks have alike; its gradients are summed over them."""
+        return copy_to_group(x, self.part.comm, self.part.group)
+
     def _put(self, whole: np.ndarray, piece: np.ndarray, index: int) -> None:
         at = 0
         for start, stop in self.part.spans(whole.shape[1], index):
             whole[:, start:stop] = piece[:, at : at + stop - start]
             at += stop - start
+
+
+class _Join(function_class):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, joined: JoinedSamples) -> Tensor:
+        group, ctx.joined = joined.part.group, joined
+        length = group.size * part.shape[1]
+        places = [positions_of(joined.part.spans(length, index)) for index in range(group.size)]
+        pieces = joined.part.comm.all_gather(_dense(part), group).reshape(group.size, *part.shape)
+        in_order_of_ranks = ops.concat(tuple(pieces), 1)
+        order = np.argsort(np.concatenate(places)).astype(np.int32)
+        return ops.gather(in_order_of_ranks, Tensor(order), 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.joined.mine(grad), None
 
 
 def cut_context(model: nn.Cell, part: ContextPart) -> None:

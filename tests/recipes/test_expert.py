@@ -44,6 +44,7 @@ SMALL = (
 )
 BIAS = "model.layers.1.mlp.router.bias"
 EP = ("parallel.ep=2",)
+DROPS = ("model.capacity_factor=1.1", "model.z_coefficient=0.01", "model.balance_coefficient=0.1")
 HALVES = (
     ("precision.policy=fp16", "precision.initial_scale=256", "parallel.zero_stage=3"),
     ("precision.policy=bf16", "parallel.zero_stage=1"),
@@ -225,9 +226,12 @@ def own_model(comm, stage, ep, with_values=False, count=3):
 
 def by_operators_of_devices(comm):
     """Losses, norms and the bias after two steps with the kernels that a GPU gets; they run on CPU too."""
+    found = []
     with default_target("GPU"):
-        trainer, _ = trainer_of(comm, *EP, "parallel.zero_stage=3", "memory.recompute=full")
-        return [steps(trainer, 2), bias_of(trainer)]
+        for layout in (("parallel.zero_stage=3", "memory.recompute=full"), ("parallel.cp=2",)):
+            trainer, _ = trainer_of(comm, *EP, *layout, *DROPS)
+            found.append([steps(trainer, 2), bias_of(trainer)])
+    return found
 
 
 def job(comm, root):
@@ -276,10 +280,9 @@ def test_biases_follow_the_load_of_applied_steps_alone(reports):
 
 
 def test_routing_and_sorting_by_operators_of_devices_train_alike(reports):
-    single, _ = trainer_of(local())
+    single, _ = trainer_of(local(), *DROPS)
     expected = steps(single, 2)
-    for report in reports:
-        found, bias = report["by_operators_of_devices"]
+    for found, bias in (layout for report in reports for layout in report["by_operators_of_devices"]):
         np.testing.assert_allclose(found, expected, rtol=5e-6)
         assert bias == bias_of(single)
 
