@@ -134,6 +134,8 @@ def recomputed() -> Iterator[Layout]:
     yield small("recompute full", 4, full)
     yield small("recompute selective", 4, selective)
     yield small("activations on the host", 4, "memory.activations=host")
+    offload = ("offload.optimizer=cpu", "optim.kind=adamw", "zero_stage=1")
+    yield small("optimizer state on the host", 4, *offload)
     yield small("recompute full, tp", 4, full, "tp=2", layers=2)
     yield small("recompute full, tp + sp", 4, full, *sequence, layers=2)
     yield small("recompute selective, tp + sp", 4, selective, *sequence)
