@@ -1,17 +1,14 @@
 """Training with context parallelism: evaluation, 16 bits, other layouts, portable kernels, own loops."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from cut_runs import BF16, FP16, SMALL, assert_like_one_process, resumed, trained, trainer_of
 from mindspore import Tensor
 
 from ms_zero import kernels, zero
-from ms_zero.checkpoint import open_checkpoint, save
 from ms_zero.comm import ProcessMesh, checked, local
 from ms_zero.config import load_config
 from ms_zero.data import IGNORED_LABEL, DocumentResets
-from ms_zero.data.run import load_data
 from ms_zero.kernels import default_target
 from ms_zero.mesh import Mesh
 from ms_zero.models.init import initialise
@@ -22,25 +19,10 @@ from ms_zero.plan.shapes import from_config
 from ms_zero.plan.traffic import step_bytes
 from ms_zero.recipes.build import build_model
 from ms_zero.recipes.context import CutSamples
-from ms_zero.runner import build_trainer
 from ms_zero.testing import run_workers
 
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.ffn_hidden_size=51",
-    "model.max_seq_len=16",
-    "data.seq_len=16",
-    "train.global_batch_size=4",
-    "train.accumulation_steps=1",
-    "train.eval_interval=0",
-    "optim.warmup_steps=1",
-    "model.dropout=0.1",
-)
 RING, ULYSSES = ("parallel.cp=2",), ("parallel.cp=2", "parallel.context=ulysses")
-BF16 = ("precision.policy=bf16",)
-FP16 = ("precision.policy=fp16", "precision.loss_scale=dynamic", "precision.initial_scale=16777216")
+NUMBERS = {"count": 4, "held_out": 5}  # a number of samples that is no multiple of a pass
 RUNS = {
     "fp32": (*RING, "memory.recompute=full", "parallel.zero_stage=0"),
     "fp32 ulysses": (*ULYSSES, "parallel.zero_stage=3"),
@@ -49,53 +31,17 @@ RUNS = {
 }
 
 
-def trainer_of(comm, *overrides):
-    config = load_config("runs/quickstart", [*SMALL, *overrides], comm.world_size).config
-    return build_trainer(config, load_data(config), comm), config
-
-
-def steps(trainer, count):
-    results = [trainer.step() for _ in range(count)]
-    return [[result.loss, result.grad_norm, result.nonfinite] for result in results]
-
-
-def trained(comm, *overrides, count=4):
-    """Losses and norms, loss scales, and the loss on other samples, whose number is no multiple of a pass."""
-    trainer, config = trainer_of(comm, *overrides)
-    history, scales = [], []
-    for _ in range(count):
-        history += steps(trainer, 1)
-        scales.append(trainer.engine.sharded.loss_scale)
-    return [history, scales, trainer.evaluate(load_data(config).validation_loader(), 5)]
-
-
-def resumed(comm, root):
-    """Two steps in one layout, saved, and one more in each of others; and the same in one go."""
-    first, _ = trainer_of(comm, *RING, "parallel.zero_stage=2")
-    begun = steps(first, 2)
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    shards = first.engine.state_shards()
-    path = save(root, 2, shards, {}, exchange=comm.exchange, barrier=comm.barrier, **ranks)
-    progress = replace(first.progress)
-    begun += steps(first, 1)
-    others = []
-    for layout in (
-        ("parallel.zero_stage=3",),
-        ("parallel.cp=4", "parallel.context=ulysses", "parallel.zero_stage=1"),
-        (*RING, "parallel.pp=2", "parallel.zero_stage=0"),
-    ):
-        other, _ = trainer_of(comm, *layout)
-        other.engine.load_state(open_checkpoint(path))
-        other.progress = replace(progress)
-        other.engine.optimizer.num_updates = progress.updates
-        others.append(steps(other, 1))
-    return [str(path), begun, others]
+LAYOUTS = (
+    ("parallel.zero_stage=3",),
+    ("parallel.cp=4", "parallel.context=ulysses", "parallel.zero_stage=1"),
+    (*RING, "parallel.pp=2", "parallel.zero_stage=0"),
+)
 
 
 def portable(comm):
     """With MindSpore's operators only, and every collective compared between the ranks."""
     with default_target("CPU-portable"), checked(comm) as watched:
-        return [trained(watched, *layout, count=2) for layout in (RING, ULYSSES)]
+        return [trained(watched, *layout, count=2, held_out=5) for layout in (RING, ULYSSES)]
 
 
 def traffic(comm):
@@ -148,8 +94,8 @@ def own_losses(model, inputs, labels):
 
 def job(comm, root):
     return {
-        "runs": {name: trained(comm, *overrides) for name, overrides in RUNS.items()},
-        "resumed": resumed(comm, root),
+        "runs": {name: trained(comm, *overrides, **NUMBERS) for name, overrides in RUNS.items()},
+        "resumed": resumed(comm, root, (*RING, "parallel.zero_stage=2"), LAYOUTS, before=2, after=1),
         "portable": portable(comm),
         "traffic": traffic(comm),
         "own": own_loop(comm),
@@ -165,24 +111,12 @@ def reports(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "tolerance"), [("fp32", 5e-6), ("fp32 ulysses", 5e-6)])
 def test_it_trains_and_evaluates_like_one_process(reports, name, tolerance):
-    compare(reports, name, (), tolerance)
+    assert_like_one_process(reports, name, (), tolerance, **NUMBERS)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("bf16", BF16), ("fp16", FP16)])
 def test_16_bits_train_and_evaluate_like_one_process(reports, name, overrides):
-    compare(reports, name, overrides, 5e-3)
-
-
-def compare(reports, name, overrides, tolerance):
-    history, scales, validation = trained(local(), *overrides)
-    for report in reports:
-        ours, our_scales, our_validation = report["runs"][name]
-        numbers = [[loss, norm] for loss, norm, nonfinite in ours if nonfinite is None]
-        expected = [[loss, norm] for loss, norm, nonfinite in history if nonfinite is None]
-        np.testing.assert_allclose(numbers, expected, rtol=tolerance)
-        np.testing.assert_allclose(our_validation, validation, rtol=tolerance)
-        assert our_scales == scales
-    assert all(report["runs"] == reports[0]["runs"] for report in reports)
+    assert_like_one_process(reports, name, overrides, 5e-3, **NUMBERS)
 
 
 def test_a_checkpoint_goes_on_in_any_other_layout(reports):
@@ -193,7 +127,7 @@ def test_a_checkpoint_goes_on_in_any_other_layout(reports):
 
 def test_portable_kernels_train_alike_and_collectives_agree(reports):
     with default_target("CPU-portable"):
-        history, _, validation = trained(local(), count=2)
+        history, _, validation = trained(local(), count=2, held_out=5)
     for report in reports:
         for ours, _, our_validation in report["portable"]:
             np.testing.assert_allclose([e[:2] for e in ours], [e[:2] for e in history], rtol=1e-4)

@@ -4,74 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cut_runs import BF16, FP16, assert_like_one_process, resumed, steps, trained, trainer_of
 from mindspore import Tensor, nn
 
 from ms_zero import zero
-from ms_zero.checkpoint import open_checkpoint, save
+from ms_zero.checkpoint import open_checkpoint
 from ms_zero.comm import ProcessMesh, local
-from ms_zero.config import load_config
-from ms_zero.data.run import load_data
 from ms_zero.mesh import Mesh
 from ms_zero.optim import AdamW
 from ms_zero.parallel import Column, Enter, Row, SplitSequence, WholeSequence, parallelize
-from ms_zero.runner import build_trainer
 from ms_zero.testing import run_workers
 
-SMALL = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.ffn_hidden_size=51",
-    "data.seq_len=16",
-    "train.global_batch_size=4",
-    "train.accumulation_steps=1",
-    "train.eval_interval=0",
-    "optim.warmup_steps=1",
-    "model.dropout=0.1",
-)
 TP, SEQUENCE = ("parallel.tp=2",), ("parallel.tp=2", "parallel.sequence_parallel=true")
-BF16 = ("precision.policy=bf16",)
-FP16 = ("precision.policy=fp16", "precision.loss_scale=dynamic", "precision.initial_scale=16777216")
-
-
-def trainer_of(comm, *overrides):
-    config = load_config("runs/quickstart", [*SMALL, *overrides], comm.world_size).config
-    return build_trainer(config, load_data(config), comm), config
-
-
-def steps(trainer, count):
-    results = [trainer.step() for _ in range(count)]
-    return [[result.loss, result.grad_norm, result.nonfinite] for result in results]
-
-
-def trained(comm, *overrides, count=5):
-    """Losses and norms, loss scales, and the loss on other samples."""
-    trainer, config = trainer_of(comm, *overrides)
-    history, scales = [], []
-    for _ in range(count):
-        history += steps(trainer, 1)
-        scales.append(trainer.engine.sharded.loss_scale)
-    validation = trainer.evaluate(load_data(config).validation_loader(), 10)
-    return [history, scales, validation]
-
-
-def resumed(comm, root):
-    """Three steps in one layout, saved, and two more in each of others; and the same in one go."""
-    first, _ = trainer_of(comm, *SEQUENCE, "parallel.zero_stage=1")
-    begun = steps(first, 3)
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    shards = first.engine.state_shards()
-    path = save(root, 3, shards, {}, exchange=comm.exchange, barrier=comm.barrier, **ranks)
-    progress = replace(first.progress)
-    begun += steps(first, 2)
-    others = []
-    for layout in (("parallel.zero_stage=3",), (*TP, "parallel.zero_stage=3"), ("parallel.tp=4",)):
-        other, _ = trainer_of(comm, *layout)
-        other.engine.load_state(open_checkpoint(path))
-        other.progress = replace(progress)
-        other.engine.optimizer.num_updates = progress.updates
-        others.append(steps(other, 2))
-    return [str(path), begun, others]
+LAYOUTS = (("parallel.zero_stage=3",), (*TP, "parallel.zero_stage=3"), ("parallel.tp=4",))
+NUMBERS = {"count": 5, "held_out": 10}
 
 
 def job(comm, root):
@@ -82,8 +28,8 @@ def job(comm, root):
         "fp32": (*SEQUENCE, "memory.recompute=full", "parallel.zero_stage=0"),
     }
     return {
-        "runs": {name: trained(comm, *overrides) for name, overrides in runs.items()},
-        "resumed": resumed(comm, root),
+        "runs": {name: trained(comm, *overrides, **NUMBERS) for name, overrides in runs.items()},
+        "resumed": resumed(comm, root, (*SEQUENCE, "parallel.zero_stage=1"), LAYOUTS, before=3, after=2),
         "own": [own_model(comm, stage, cut) for stage, cut in ((0, False), (3, True), (1, True))],
         "stop": trainer_of(comm, *TP)[0].step(stop_requested=comm.rank == 1).stop,
     }
@@ -99,16 +45,7 @@ def reports(tmp_path_factory):
     [("fp32", (), 2e-6), ("bf16", BF16, 5e-3), ("bf16 sequence", BF16, 5e-3), ("fp16", FP16, 5e-3)],
 )
 def test_it_trains_and_evaluates_like_one_process(reports, name, overrides, tolerance):
-    history, scales, validation = trained(local(), *overrides)
-    for report in reports:
-        ours, our_scales, our_validation = report["runs"][name]
-        numbers = [[loss, norm] for loss, norm, nonfinite in ours if nonfinite is None]
-        expected = [[loss, norm] for loss, norm, nonfinite in history if nonfinite is None]
-        np.testing.assert_allclose(numbers, expected, rtol=tolerance)
-        np.testing.assert_allclose(our_validation, validation, rtol=tolerance)
-        assert our_scales == scales
-        assert [entry[2] is None for entry in ours] == [entry[2] is None for entry in history]
-    assert all(report["runs"] == reports[0]["runs"] for report in reports)
+    assert_like_one_process(reports, name, overrides, tolerance, **NUMBERS)
 
 
 def test_the_loss_scale_that_is_too_high_falls_for_all(reports):
