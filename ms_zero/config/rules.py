@@ -553,7 +553,6 @@ _MIXTURE_PERIOD = 1 << 16
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # What the graph engine runs in this version, of the keys that it does not run in full.
 _GRAPH_ENGINE = {
-    "model.dropout": (0.0,),
     "train.debug_collectives": (False,),
     "precision.reduce": ("fp32",),
     "precision.accumulate": ("fp32",),
@@ -575,9 +574,10 @@ _GRAPH_UNCUT = {
 }
 _GRAPH_ON_CPU = {**_GRAPH_UNCUT, "precision.compute": ("fp32", "fp16")}
 # Of models with experts.
-_GRAPH_EXPERTS = {"data.reset_attention": (False,), "data.reset_positions": (False,)}
+_GRAPH_EXPERTS = {"model.dropout": (0.0,), "data.reset_attention": (False,), "data.reset_positions": (False,)}
 # With it.
 _GRAPH_CUT = {
+    "model.dropout": (0.0,),
     "train.eval_interval": (0,),
     "train.rampup_samples": (0,),
     "memory.recompute": ("none", "full", "every_k", "selective"),

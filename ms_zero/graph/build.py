@@ -10,6 +10,7 @@ from ms_zero.comm import Communicator, Group, ProcessMesh
 from ms_zero.config import RunConfig
 from ms_zero.data import DocumentResets
 from ms_zero.graph.compiled import CompiledEngine, CompiledStep
+from ms_zero.graph.dropout import GivenMasks
 from ms_zero.graph.engine import GraphEngine
 from ms_zero.graph.initial import declare, seeded_values
 from ms_zero.graph.moe import LoadBalancer, MoEGraphEngine, auxiliary_sum, compiled_decoder, twin_of
@@ -49,7 +50,10 @@ def build_graph_engine(
         compute_in(model, dtype, target=target)
         twin = model
     aux_sum = auxiliary_sum(config.model, Grid())
-    update = build_update(optim, model, trained_parameters(model))
+    update, masks, train = build_update(optim, model, trained_parameters(model)), None, config.train
+    if config.model.dropout > 0:
+        shape = (train.micro_batch_size, config.data.seq_len, config.model.hidden_size)
+        masks = GivenMasks(model, train.seed, shape)
     step = GraphStep(
         LossNetwork(twin, batch_extras(config), aux_sum=aux_sum),
         update,
@@ -63,7 +67,7 @@ def build_graph_engine(
     )
     common = {"group": group, "resets": resets, "notes": _notes(config.precision.compute, group.size)}
     if not has_experts:
-        return GraphEngine(model, step, **common)
+        return GraphEngine(model, step, masks=masks, **common)
     balancer = LoadBalancer(twin, pmesh.comm, group, speed=config.model.router_bias_speed)
     return MoEGraphEngine(model, twin, step, balancer, **common)
 

@@ -11,6 +11,7 @@ from mindspore import Parameter, Tensor, nn
 from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Group
 from ms_zero.data import NO_RESETS, DocumentResets
+from ms_zero.graph.dropout import GivenMasks
 from ms_zero.graph.network import EXTRA_ARGUMENTS
 from ms_zero.graph.step import GraphStep, Summary, graph_mode
 from ms_zero.monitor.units import format_bytes
@@ -63,6 +64,7 @@ class GraphEngine:
         group: Group,
         resets: DocumentResets = NO_RESETS,
         notes: Sequence[str] = (),
+        masks: GivenMasks | None = None,
     ) -> None:
         """Join the parts.
 
@@ -73,10 +75,11 @@ class GraphEngine:
             group: the ranks that see different data.
             resets: what restarts where a document begins.
             notes: what the log should say about the parts.
+            masks: of the model's dropouts; None: it has none.
         """
         self.model, self.notes = model, tuple(notes)
         self.sharded = self.optimizer = step
-        self._step, self._group, self._resets = step, group, resets
+        self._step, self._group, self._resets, self._masks = step, group, resets, masks
 
     def forward_backward(
         self,
@@ -90,6 +93,8 @@ class GraphEngine:
         sample_numbers: Sequence[int] = (),
     ) -> None:
         """Add one microbatch to the gradient of the step; see the eager engine."""
+        if self._masks is not None:
+            self._masks.draw(step, sample_numbers)
         self._step.forward_backward(*self._batch(input_ids, labels, document_starts), weight=weight)
 
     def reduce(self) -> Summary:
@@ -108,8 +113,10 @@ class GraphEngine:
         self, input_ids: np.ndarray, labels: np.ndarray, document_starts: np.ndarray | None = None
     ) -> float:
         """Summed token loss of one batch without gradients, in nats."""
+        network = self._step.network.set_train(False)
         with graph_mode():
-            loss = self._step.network(*self._batch(input_ids, labels, document_starts))
+            loss = network(*self._batch(input_ids, labels, document_starts))
+        network.set_train()
         return float(loss.asnumpy())
 
     def first_nonfinite(self) -> str | None:
@@ -153,7 +160,8 @@ class GraphEngine:
 
     def _tensors(self) -> Mapping[str, Parameter]:
         """Checkpoint name -> what is saved under it."""
-        tensors = {f"model.{name}": param for name, param in self.model.parameters_and_names()}
+        masks, params = self._masks, self.model.parameters_and_names()
+        tensors = {f"model.{name}": each for name, each in params if masks is None or not masks.holds(each)}
         for kind, states in self._step.update_cell.state().items():
             names = (param.name for param in self._step.params)
             tensors |= {f"optim.{kind}.{name}": state for name, state in zip(names, states, strict=True)}

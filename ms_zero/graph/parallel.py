@@ -146,7 +146,8 @@ def _other_problems(config: RunConfig) -> Iterator[tuple[bool, str]]:
     )
     yield (
         config.model.dropout > 0,
-        "model.dropout: its masks are drawn on the host: set it to 0 for the graph engine",
+        "model.dropout: its masks are drawn on the host, and all microbatches of a step go in at once: set "
+        "it to 0",
     )
     yield (
         config.model.family == "moe" and (config.data.reset_attention or config.data.reset_positions),

@@ -131,7 +131,7 @@ class Dropout(nn.Cell):
                 f" give set_position one for each"
             )
         mask = keep_mask(self.threshold, self.stream, position, tuple(x.shape[1:]))
-        return _Masked.apply(x, Tensor.from_numpy(mask), _LEVELS / (_LEVELS - self.threshold))
+        return _Masked.apply(x, Tensor.from_numpy(mask), dropout_scale(self.threshold))
 
 
 def dropout_threshold(rate: float) -> int:
@@ -139,6 +139,11 @@ def dropout_threshold(rate: float) -> int:
     if not 0.0 <= rate < 1.0:
         raise UserError(f"model: dropout {rate} is not in [0, 1)")
     return min(round(rate * _LEVELS), _LEVELS - 1)
+
+
+def dropout_scale(threshold: int) -> float:
+    """What values that are kept are multiplied by."""
+    return _LEVELS / (_LEVELS - threshold)
 
 
 def keep_mask(

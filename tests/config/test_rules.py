@@ -399,7 +399,14 @@ CASES = [
         1,
         GPT,
     ),
-    ("MZ069", "model.dropout", ["engine=graph", "model.dropout=0.1"], ["engine=graph"], 1, GPT),
+    (
+        "MZ069",
+        "model.dropout",
+        [*AUTO_PARALLEL, "parallel.tp=2", "model.dropout=0.1"],
+        [*ON_910B2, "parallel.tp=2", "model.dropout=0.1"],
+        2,
+        GPT,
+    ),
     ("MZ069", "precision.compute", ["engine=graph", "precision.policy=bf16"], ["engine=graph"], 1, GPT),
     (
         "MZ069",

@@ -6,6 +6,7 @@ from mindspore import Tensor
 
 from ms_zero.comm import Group
 from ms_zero.config import load_config
+from ms_zero.graph.dropout import GivenMasks
 from ms_zero.graph.inspected import declared_model
 from ms_zero.graph.network import LossNetwork
 from ms_zero.graph.precision import compute_in
@@ -20,6 +21,8 @@ def build(graph, preset, overrides, size):
     model = declared_model(config.model)
     compute_in(model, ms.bfloat16, target="Ascend")
     update = build_update(config.optim, model, trained_parameters(model), "Ascend")
+    if config.model.dropout:
+        GivenMasks(model, 1, (2, config.data.seq_len, config.model.hidden_size))
     group = Group("dp", tuple(range(size)), 0, "hccl_world_group")
     network = LossNetwork(model)
     step = GraphStep(network, update, group=group, bucket_bytes=2**20, target="Ascend", **RATES)

@@ -11,8 +11,9 @@ from ms_zero.graph.frontend import Case, FrontEndUnavailable, compile_case
 BUILDER = f"{Path(__file__).with_name('step_cases.py')}:build"
 
 
-def compiled(graph, preset="runs/quickstart", keep=None):
-    arguments = {"graph": graph, "preset": preset, "overrides": ["model.num_layers=2"], "size": 8}
+def compiled(graph, preset="runs/quickstart", keep=None, overrides=()):
+    overrides = ["model.num_layers=2", *overrides]
+    arguments = {"graph": graph, "preset": preset, "overrides": overrides, "size": 8}
     try:
         found = compile_case(Case(BUILDER, arguments, rank=0, size=8), timeout_s=900.0, keep=keep)
     except FrontEndUnavailable as reason:
@@ -23,10 +24,13 @@ def compiled(graph, preset="runs/quickstart", keep=None):
 
 @pytest.mark.parametrize("preset", ["runs/quickstart", "runs/llama-tiny"])
 def test_a_microbatch_computes_in_bf16_and_does_not_communicate(preset):
-    found = compiled("microbatch", preset)
+    found = compiled("microbatch", preset, overrides=["model.dropout=0.1"])
     assert found.graph.operations == ()
     assert found.graph.counts["FlashAttentionScore"] == found.graph.counts["FlashAttentionScoreGrad"] == 2
-    assert {kind.dtype for kind in found.graph.parameters.values()} <= {"Float32", "F32"}
+    masks = [kind for name, kind in found.graph.parameters.items() if name.endswith(".mask")]
+    assert [kind.dtype for kind in masks] == ["UInt8"] * 5  # after the embeddings, and twice a block
+    others = [kind for kind in found.graph.parameters.values() if kind not in masks]
+    assert {kind.dtype for kind in others} <= {"Float32", "F32"}
 
 
 def test_the_end_of_a_step_sums_every_gradient_once_in_buckets(tmp_path):
