@@ -80,10 +80,11 @@ def _on_host(operator: ops.Primitive) -> ops.Primitive:
 
 
 def host_flags(sizes: Sequence[int], fraction: float) -> tuple[bool, ...]:
-    """Which parameters have their state on the host: the first ones, as near to a share of all as they go."""
-    goal, taken, flags = fraction * sum(sizes), 0, []
+    """Which parameters have their state on the host: spread, so that each stage has about the share."""
+    seen, taken, flags = 0, 0, []
     for size in sizes:
-        flags.append(taken + size / 2 <= goal and fraction > 0)
+        seen += size
+        flags.append(fraction > 0 and taken + size / 2 <= fraction * seen)
         taken += size if flags[-1] else 0
     return tuple(flags)
 
