@@ -11,8 +11,9 @@ from mindspore import Tensor, nn, ops
 
 from ms_zero import kernels, models
 from ms_zero.comm import Group, local
-from ms_zero.config import GPTConfig, LlamaConfig
+from ms_zero.config import GPTConfig, LlamaConfig, load_config, require_runnable
 from ms_zero.graph import ring
+from ms_zero.graph.build import needs_auto_parallel
 from ms_zero.graph.compiled import CompiledEngine
 from ms_zero.graph.report import axis_bytes
 from ms_zero.graph.strategies import (
@@ -200,6 +201,16 @@ def test_twins_have_the_loss_and_the_gradients_of_the_plain_model(config, is_rin
         np.testing.assert_allclose(
             grad.asnumpy(), want.asnumpy(), rtol=1e-3, atol=1e-5 * largest, err_msg=param.name
         )
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_a_run_that_cuts_samples_is_accepted_for_ascend(context):
+    overrides = ["engine=graph", "hardware.target=Ascend", "hardware.device=ascend-910b2"]
+    overrides += ["precision.policy=bf16", "train.global_batch_size=auto", "train.micro_batch_size=1"]
+    overrides += ["train.eval_interval=0", "parallel.cp=2", f"parallel.context={context}", *PACKED]
+    config = load_config("runs/quickstart", overrides, 4).config
+    require_runnable(config)
+    assert needs_auto_parallel(config)
 
 
 def test_the_engine_hands_over_samples_in_the_order_of_its_graph():
