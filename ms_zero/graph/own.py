@@ -9,7 +9,7 @@ Model and loss are written for whole tensors and know nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,10 +19,11 @@ from mindspore.communication import get_group_size
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from ms_zero._compat import device_target
+from ms_zero.checkpoint import Checkpoint, Shard
 from ms_zero.comm import Communicator
 from ms_zero.config.auto_parallel import SCHEDULES
 from ms_zero.errors import UserError, one_line
-from ms_zero.graph.compiled import CompiledStep
+from ms_zero.graph.compiled import CompiledEngine, CompiledStep
 from ms_zero.graph.given import Strategy, apply_strategies, uses_axis
 from ms_zero.graph.network import ReusedScaledLoss, ScaledLoss, loss_factor
 from ms_zero.graph.parallel import Options, Stages, auto_parallel, place_blocks
@@ -219,6 +220,25 @@ class ParallelStep:
                 f"graph: MindSpore's compiler refuses the step: {_first_line(error)}; change strategies, "
                 "degrees or the model so that they fit"
             ) from None
+
+    def state_shards(self) -> Iterator[tuple[Shard, np.ndarray]]:
+        """This rank's part of parameters and optimizer state, for `ms_zero.checkpoint.save`. Collective."""
+        return self._engine().state_shards()
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        """Take parameters and optimizer state from a checkpoint of any mesh; compiles before, if need be.
+
+        Raises:
+            UserError: the checkpoint lacks a tensor, has one more, or one of another shape.
+        """
+        if not self._step.is_prepared:
+            self.compile()
+        self._engine().load_state(checkpoint)
+
+    def _engine(self) -> CompiledEngine:
+        if self._comm is None:
+            raise UserError("graph: saving and loading needs the communicator of the job: pass comm=")
+        return CompiledEngine(self.network, self._step, comm=self._comm, group=self._comm.world)
 
     def _own_rows(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What this rank passes of a batch: where sharding propagates, one part for each of cp x tp ranks."""

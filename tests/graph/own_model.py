@@ -55,12 +55,12 @@ def arrangement(mesh, *, propagate=False, strategies=STRATEGIES, **others):
     return graph.Arrangement(mesh=mesh, strategies=strategies, propagate=propagate, **(names | others))
 
 
-def build(degrees=None, rows=16, clip_norm=0.0, optimizer="sgd", **others):
+def build(degrees=None, rows=16, clip_norm=0.0, optimizer="sgd", comm=None, **others):
     set_seed(1)
     batch = Tensor(np.zeros(rows, np.int32)), Tensor(np.zeros((rows, 8), np.float32))
     arranged = arrangement(Mesh(**(degrees or {})), **others)
     network = SummedLoss(Regressor())
-    return graph.parallelise(network, batch, arranged, clip_norm=clip_norm, optimizer=optimizer)
+    return graph.parallelise(network, batch, arranged, clip_norm=clip_norm, optimizer=optimizer, comm=comm)
 
 
 def build_propagated(degrees, **others):

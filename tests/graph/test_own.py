@@ -9,7 +9,8 @@ import pytest
 from mindspore import Tensor
 from own_model import LAYERS, WIDTH, arrangement, build
 
-from ms_zero import _compat, graph
+from ms_zero import comm, graph
+from ms_zero.checkpoint import open_checkpoint, save
 from ms_zero.cli.main import main
 from ms_zero.errors import UserError
 from ms_zero.graph.frontend import FrontEndUnavailable, compile_case, own_case
@@ -87,7 +88,6 @@ def test_what_the_compiler_refuses_is_one_line(capsys):
         (["own.py:build"], "--workers: expected the number of ranks of the mesh"),
         ([f"{FILE}:build", "--workers", "2", "--rank", "2"], "--rank 2: expected 0 to 1"),
         ([f"{FILE}:build", "--workers", "2", "3"], "3: expected name=value"),
-        ([f"{FILE}:build", "--workers", "2", "--scheduler", "gpipe"], "leave the option out"),
     ],
 )
 def test_commands_that_ask_for_nothing(arguments, message, capsys):
@@ -155,14 +155,20 @@ def test_a_function_that_builds_something_else_is_told():
         graph.own.build_inspected(f"{FILE}:nothing", {})
 
 
-def test_one_rank_trains_on_cpu():
-    _compat.launch_blocking()
+def test_one_rank_trains_on_cpu_and_saves(tmp_path):
+    job = comm.local()
     ids = Tensor(np.arange(16, dtype=np.int32))
     target = Tensor(np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
-    step = build(microbatches=2, clip_norm=1.0)
+    step = build(microbatches=2, clip_norm=1.0, comm=job)
     first = float(step.network(ids, target).asnumpy()) / 16
     results = [step(ids, target, lr=0.1, weight=1 / 16) for _ in range(4)]
     losses = [summary.loss for summary, _ in results]
     assert losses[0] == pytest.approx(first, rel=1e-5)
     assert losses == sorted(losses, reverse=True)
     assert all(decision.finite and decision.norm > 0 for _, decision in results)
+    ranks = {"rank": 0, "world_size": 1, "exchange": job.exchange, "barrier": job.barrier}
+    saved = open_checkpoint(save(tmp_path, 4, step.state_shards(), {}, **ranks))
+    ahead = step(ids, target, lr=0.1, weight=1 / 16)[0].loss
+    step(ids, target, lr=0.1, weight=1 / 16)
+    step.load_state(saved)
+    assert step(ids, target, lr=0.1, weight=1 / 16)[0].loss == ahead
