@@ -52,9 +52,9 @@ def _expert_problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if value("parallel.cp") > 1:
         message = "routers see whole sequences in the graph engine: capacity and auxiliary loss are theirs"
         yield "parallel.cp", f"{message}; use 1"
-    if value("parallel.pp") > 1:
-        message = "stages send the auxiliary loss of routers and MindSpore 2.10.0 leaves out the receive"
-        yield "parallel.pp", f"{message}; use 1"
+    schedule = value("parallel.schedule")
+    if value("parallel.pp") > 1 and schedule in ("interleaved", "zb-v"):
+        yield "parallel.schedule", f"{schedule} is not tried with experts; use 1f1b"
     if min(value("parallel.ep"), value("parallel.dp_replicate")) > 1 and value("parallel.zero_stage") > 0:
         message = "with parallel.ep hsdp would shard experts over the replicas as well"
         yield "parallel.dp_replicate", f"{message}; use 1, or zero_stage 0"

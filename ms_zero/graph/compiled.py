@@ -110,8 +110,8 @@ class CompiledStep:
         cell.decayed_scalars.set_data(Tensor(scalars[0]))
         cell.plain_scalars.set_data(Tensor(scalars[1]))
         with graph_mode():
-            loss, norm, finite = self.cell(*map(Tensor, inputs))
-        own = [float(loss.asnumpy().reshape(-1)[0]), float(norm.asnumpy()), bool(finite.asnumpy())]
+            *_, norm, finite = self.cell(*map(Tensor, inputs))
+        own = [float(cell.step_loss.asnumpy()), float(norm.asnumpy()), bool(finite.asnumpy())]
         return self._agreed([own] if self._comm is None else self._comm.exchange(own), scale)
 
     def update(self, *, lr: float, grad_scale: float = 1.0) -> None:

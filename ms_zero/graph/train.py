@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
@@ -52,7 +53,9 @@ class TrainCell(nn.Cell):
         self.gradients, self.squares, self.decide = gradients, GlobalSquares(), ClipDecision(clip_norm)
         scale_at = GRAD_SCALE_AT[update.kind]
         self.with_decision = WithDecision(scale_at, reference.FOUND_INF, reference.NUM_SCALARS)
-        self.loss_factor = factor
+        self.loss_factor, self.assign = factor, ops.Assign()
+        # Of a pipeline MindSpore 2.10.0 leaves the first output away, and what it alone needs: the loss.
+        self.step_loss = Parameter(Tensor(np.float32(0.0)), name="step_loss", requires_grad=False)
         self.decayed_scalars = scalars_parameter("decayed_scalars")
         self.plain_scalars = scalars_parameter("plain_scalars")
 
@@ -69,6 +72,7 @@ class TrainCell(nn.Cell):
         plain = self.with_decision(self.plain_scalars, factor, finite)
         done = self.update(grads, decayed, plain)
         done = ops.depend(done, self.scaler(ops.depend(finite, done)))
+        done = ops.depend(done, self.assign(self.step_loss, loss.reshape(())))
         return ops.depend(loss, done), norm, finite
 
 

@@ -426,7 +426,14 @@ CASES = [
         2,
         DEEPSEEK,
     ),
-    ("MZ078", "parallel.pp", [*AUTO_PARALLEL, *STAGES_2], [*ON_910B2, *STAGES_2], 2, MIXTRAL),
+    (
+        "MZ078",
+        "parallel.dp_replicate",
+        [*AUTO_PARALLEL, "parallel.dp_replicate=2", "parallel.ep=2", "parallel.zero_stage=1"],
+        [*ON_910B2, "parallel.dp_replicate=2", "parallel.ep=2", "parallel.zero_stage=1"],
+        4,
+        MIXTRAL,
+    ),
     (
         "MZ069",
         "train.eval_interval",

@@ -136,6 +136,8 @@ hardware: {{target: Ascend}}
 """
 EXPERT_WEIGHTS = tuple(f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
 K3 = "train.accumulation_steps=3"
+STAGES = ("parallel.pp=2", "model.num_layers=4", "train.accumulation_steps=4")
+INTERLEAVED = (*STAGES, "parallel.schedule=interleaved")
 
 
 @functools.cache
@@ -216,11 +218,26 @@ def test_hsdp_shards_experts_over_the_ranks_that_have_the_same_ones(stage, scatt
     assert {each.ranks for each in alltoalls(graph)} == {(2, 3)}
 
 
+def test_the_auxiliary_loss_travels_with_the_hidden_states():
+    overrides = ("parallel.ep=2", "parallel.pp=2", "model.num_layers=2", "train.accumulation_steps=2")
+    first, last = (compiled(4, *overrides, rank=rank).graph for rank in (0, 2))
+    for ours, theirs, phase in (("Send", "Receive", "forward"), ("Receive", "Send", "backward")):
+        there = first.select(ours, role="pipeline", phase=phase)
+        back = last.select(theirs, role="pipeline", phase=phase)
+        # hidden states and a number for each sequence, of two microbatches
+        shapes = sorted((each.sent if ours == "Send" else each.received).shape for each in there)
+        assert shapes == [(1,)] * 2 + [(TOKENS, HIDDEN)] * 2
+        assert shapes == sorted((each.sent if theirs == "Send" else each.received).shape for each in back)
+    assert [each.ranks for each in alltoalls(last) for _ in range(each.times)] == [(2, 3)] * 2 * 4
+    # With stages the compiler leaves away the first output of a step, the loss, but not what is kept.
+    assert "step_loss" in last.parameters and last.number("AllReduce", phase="forward", scope="loss_sum") > 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["parallel.cp=2"], "routers see whole sequences"),
-        (["parallel.pp=2", "model.num_layers=2", K3], "leaves out the receive"),
+        ([*INTERLEAVED, "parallel.virtual_stages=2"], "interleaved is not tried with experts"),
         (["model.router_bias=true", "parallel.ep=2"], "moved by the host"),
         (["parallel.ep=2", "parallel.dp_replicate=2", "parallel.zero_stage=1"], "replicas"),
         (["parallel.tp=2", "model.expert_ffn_hidden_size=33"], "tp 2 does not divide the 33"),
