@@ -157,12 +157,8 @@ def _end_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
 
 
 def _loss_bytes(layout: Layout) -> float:
-    """Maximum, sum and label's logit of each token, and the gradients of both sums.
-
-    A stage of a pipeline sums the logits of labels on no rank but the own one.
-    """
-    sums = 5 if layout.pp == 1 else 4
-    return sums * 2 * (layout.tp - 1) / layout.tp * _tokens(layout) * _FP32
+    """Maximum, sum and label's logit of each token, and the gradients of both sums."""
+    return 5 * 2 * (layout.tp - 1) / layout.tp * _tokens(layout) * _FP32
 
 
 def _context_bytes(layout: Layout, layer: LayerShape, runs_again: bool) -> float:

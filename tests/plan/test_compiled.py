@@ -45,7 +45,7 @@ def test_the_ends_of_a_pipeline_send_less_and_their_tables():
     border = 4 * 4 * 4096 / 2 * 4096  # four microbatches, fp32, half of the tokens
     assert (first["pp"], middle["pp"], last["pp"]) == (border, 2 * border, border)
     assert first["other"] == last["other"] > middle["other"] == 0
-    loss = 4 * 4 * 2 / 2 * 4096 * 4  # two sums of the loss there and two back
+    loss = 4 * 5 * 2 / 2 * 4096 * 4  # three sums of the loss there and two back
     assert first["tp"] - middle["tp"] == last["tp"] - middle["tp"] - loss == 4 * 4 * 2 * 4096 * 4096 / 2
 
 
