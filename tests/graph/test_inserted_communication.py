@@ -208,7 +208,7 @@ def test_the_report_names_axes_and_sums():
     [
         (["parallel.tp=4"], "tp 4 does not divide 2 key-value heads"),
         (["parallel.cp=2", "train.micro_batch_size=2"], "one sample at a time"),
-        (["parallel.cp=4", "parallel.context=ulysses"], "tp x cp 4 does not divide 2 key-value heads"),
+        (["parallel.cp=4", "parallel.context=ulysses"], "4 ranks do not divide 2"),
         (["memory.recompute=sqrt"], "recomputed one by one"),
     ],
 )
