@@ -199,8 +199,8 @@ def test_tensor_parallel_ranks_cut_each_expert_and_route_alike():
     shapes = [graph.parameters[name].shape for name in EXPERT_WEIGHTS]
     assert shapes == [(4, FFN // 2, HIDDEN)] * 2 + [(4, HIDDEN, FFN // 2)]
     assert gradients_of_experts(graph, "AllReduce") == []  # nobody else has this part
-    sums = graph.select("AllReduce", role="layout", ranks=(0, 1), scope="ShardedExperts")
-    assert sorted(each.phase for each in sums) == ["backward", "forward"]
+    sums = graph.select("AllReduce", role="layout", ranks=(0, 1))
+    assert sorted(each.phase for each in sums if len(each.sent.shape) == 3) == ["backward", "forward"]
 
 
 @pytest.mark.parametrize(("stage", "scatters"), [(1, 1), (3, 3)])
