@@ -1,6 +1,6 @@
 """How fast and how lean the native CPU kernels are beside PyTorch and beside MindSpore's own operators.
 
-    python scripts/bench_cpu_ops.py [--quick] [--steps N] [--only NAME ...] [--json PATH]
+    python scripts/bench_cpu_ops.py [--quick] [--steps N] [--only NAME ...] [--json [PATH]]
 
 Each operator runs forward and backward at the sizes of a GPT of 17.0 million parameters (6 layers, width 384,
 vocabulary 8192, batches of 4 x 256 tokens, fp32); ``train`` is its whole training step: ours is
@@ -305,12 +305,14 @@ def measure(quick: bool, steps: int, names: list[str]) -> dict[str, float]:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few steps and a small model: does it run")
     parser.add_argument("--steps", type=int, default=0, help="measured calls of each (default 24, quick: 2)")
     every = [*OPERATORS, "train", "memory"]
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="what to measure")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     parser.add_argument("--serve", choices=("ours", "mindspore", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -320,8 +322,7 @@ def main() -> int:
     found = measure(args.quick, args.steps or (2 if args.quick else 24), args.only)
     for name, value in found.items():
         print(f"{name:40} {value:.4g}")
-    if args.json:
-        args.json.write_text(json.dumps({"metrics": found}, indent=1) + "\n")
+    write_figures({"metrics": found}, args.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What the trainer costs on top of the model, and how fast the model is beside plain PyTorch.
 
-    python scripts/bench_overhead.py [--quick] [--json PATH]
+    python scripts/bench_overhead.py [--quick] [--json [PATH]]
 
 One worker trains a GPT of 17.0 million parameters (6 layers, width 384, vocabulary 8192) on batches of
 4 x 256 tokens in fp32. Compared in one process, step by step in turn:
@@ -291,10 +291,12 @@ def measure(quick: bool, steps: int) -> dict[str, dict | list]:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--steps", type=int, default=0, help="measured steps (default 24, quick: 4)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     parser.add_argument("--alone", choices=("pairs", "ms_zero", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -305,8 +307,7 @@ def main() -> int:
     found = measure(args.quick, steps)
     for name, value in found["metrics"].items():
         print(f"{name:26} {value:.4g}")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(found, args.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What the parallel axes send, how long pipelines idle, and how attention's memory grows.
 
-    python scripts/bench_parallel.py [--quick] [--json PATH]
+    python scripts/bench_parallel.py [--quick] [--json [PATH]]
 
 - ``traffic_AXIS_over_theory``: bytes that a rank sends over the groups of that axis in one training step of
   the real trainer, as its communicator counts them, over those of ``ms_zero.plan.traffic`` for the run. tp:
@@ -25,7 +25,6 @@ the figures that the metrics are made of.
 
 import argparse
 import ctypes
-import json
 import math
 import os
 import statistics
@@ -303,9 +302,11 @@ def measure(quick: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short sleeps, to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     load = os.getloadavg()[0]
@@ -313,8 +314,7 @@ def main() -> int:
     for name, value in found["metrics"].items():
         print(f"{name:46} {value:.4g}")
     print(f"load average {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end")
-    if args.json:
-        args.json.write_text(json.dumps({**found, "load": [load, os.getloadavg()[0]]}, indent=1) + "\n")
+    write_figures({**found, "load": [load, os.getloadavg()[0]]}, args.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """How fast the fused optimizer update is on this CPU, beside the memory and beside other libraries.
 
-    python scripts/bench_update.py [--quick] [--threads N] [--rounds N] [--json PATH]
+    python scripts/bench_update.py [--quick] [--threads N] [--rounds N] [--json [PATH]]
 
 All contestants run in one process, one step each in turn, and the median of each counts. Sizes are 1M, 10M
 and 100M parameters. They all update the same arrays, because the kind of memory pages that an allocation
@@ -23,7 +23,6 @@ tensors of one element.
 import argparse
 import ctypes
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -265,11 +264,13 @@ def figures(cases: list[dict], overhead: float) -> dict[str, float | None]:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=0, help="steps of each (default 15, quick: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     args = parser.parse_args()
     prepare(args.threads)
     rounds = args.rounds or (3 if args.quick else 15)
@@ -284,9 +285,8 @@ def main() -> int:
     metrics = figures(cases, call_overhead_us())
     for name, value in metrics.items():
         print(f"{name:22} {'n/a' if value is None else format(value, '.3g')}")
-    if args.json:
-        machine = {"threads": args.threads, "load": os.getloadavg()[0]}
-        args.json.write_text(json.dumps({"metrics": metrics, "cases": cases, **machine}, indent=1) + "\n")
+    machine = {"threads": args.threads, "load": os.getloadavg()[0]}
+    write_figures({"metrics": metrics, "cases": cases, **machine}, args.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What ZeRO costs and saves: time a step, the engine's own share of it, bytes sent and bytes held.
 
-    python scripts/bench_zero.py [--quick] [--json PATH]
+    python scripts/bench_zero.py [--quick] [--json [PATH]]
 
 Two workers, one core and one thread each, train a GPT of 5.3 million parameters (4 layers, width 256) in
 fp32 on 8 x 128 tokens each, with ``ms_zero.zero.shard`` and ``ms_zero.optim.AdamW``. Everything that is
@@ -532,10 +532,12 @@ def measure(quick: bool, rounds: int, folder: str) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--rounds", type=int, default=0, help="measured rounds (default 11, quick: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     parser.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--torch-port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -551,8 +553,7 @@ def main() -> int:
     for name, value in found["metrics"].items():
         print(f"{name:46} {value:.4g}")
     print(f"load average {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end")
-    if args.json:
-        args.json.write_text(json.dumps({**found, "load": [load, os.getloadavg()[0]]}, indent=1) + "\n")
+    write_figures({**found, "load": [load, os.getloadavg()[0]]}, args.json)
     return 0
 
 

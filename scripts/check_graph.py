@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Check the graph engine without devices.
 
-    python scripts/check_graph.py [--json] [--quick] [--only TEXT]
+    python scripts/check_graph.py [--json [PATH]] [--quick] [--only TEXT]
 
 Executed on CPU: steps of the graph engine against the eager engine. Compiled by MindSpore's front end for a
 rank of an Ascend cluster, not executed: every layout below, and the four presets with their meshes' axes,
@@ -12,7 +12,6 @@ Kernels, memory, numbers and speed on an NPU are no part of it. --quick: fewer l
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -264,8 +263,10 @@ def executed_difference(steps: int = 3) -> float:
 
 def main() -> int:
     """Run every case; returns 0 when none failed."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    add_json_option(parser)
     parser.add_argument("--quick", action="store_true", help="a few layouts only")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases with this in their name")
     arguments = parser.parse_args()
@@ -287,11 +288,14 @@ def main() -> int:
         figures["failures"] += bool(found.wrong)
         status = "FAILED" if found.wrong else "ok"
         print("\n       ".join([f"{status:6s} {case.name}", *found.wrong]), flush=True)
+    if not figures["cases"]:
+        parser.error(f"no case has {arguments.only!r} in its name")
     if not arguments.only:
         figures["eager_vs_graph_max_rel_loss"] = executed_difference()
     figures |= {"traffic_vs_planner_max_rel": traffic, "state_vs_planner_max_rel": state}
     lines = [f"{key}: {value}" for key, value in figures.items()]
-    print(json.dumps(figures) if arguments.json else "\n".join(lines))
+    print("\n".join(lines))
+    write_figures(figures, arguments.json)
     return 1 if figures["failures"] else 0
 
 

@@ -1,13 +1,12 @@
 """Certify that layouts train like plain single-process training. See ``ms_zero/testing/parity.py``.
 
-    python scripts/parity.py --matrix data|zero|parallel [--quick] [--json PATH]
+    python scripts/parity.py --matrix data|zero|parallel [--quick] [--json [PATH]]
 
 Prints one line a case and, for a case that differs, the first divergence, then layouts that do not agree in
 every bit though they have to, and the figures. Exits with status 1 if any differs.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -116,11 +115,13 @@ KINDS = ("loss", "grad_norm", "grad", "param")
 
 def main() -> int:
     """Run a matrix; returns the exit status."""
+    from _figures import add_json_option, write_figures
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--matrix", choices=MATRICES, default="data")
     parser.add_argument("--steps", type=int, help="default 20; parallel: 10")
     parser.add_argument("--quick", action="store_true", help="the subset that CI runs")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    add_json_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cases = MATRICES[args.matrix](args.quick, Path(folder))
@@ -130,9 +131,8 @@ def main() -> int:
     metrics, precisions = metrics_of(results), _by_precision(results)
     for name, part in {**precisions, "all": metrics}.items():
         print(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in part.items()))
-    if args.json:
-        figures = {"metrics": metrics, "precisions": precisions, "cases": list(map(_row, results))}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"metrics": metrics, "precisions": precisions, "cases": list(map(_row, results))}
+    write_figures(figures, args.json)
     wrong = ("failures", "bitwise_failures", "scale_failures")
     return 1 if any(metrics[name] for name in wrong) else 0
 
