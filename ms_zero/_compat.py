@@ -246,6 +246,14 @@ def device_target() -> str:
     return mindspore.get_context("device_target")
 
 
+def is_compiled(cell: nn.Cell) -> bool:
+    """Whether the ``construct`` of a Cell's class is decorated with ``mindspore.jit``.
+
+    Checked on 2.10.0: the decorator marks what it returns.
+    """
+    return getattr(type(cell).construct, "__wrapped_by_jit__", False)
+
+
 def world_group_name() -> str:
     """Name of the framework's world group, after the backend was initialised.
 

@@ -1,9 +1,10 @@
-"""Tensors within nested tuples, lists and dicts."""
+"""Tensors within nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from mindspore import Tensor
@@ -47,4 +48,18 @@ def _rebuild(value: Any, change: Any) -> Any:
         return type(value)(change(part) for part in value)
     if isinstance(value, dict):
         return {key: change(part) for key, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return _with_parts(value, change)
     return value
+
+
+def _with_parts(value: Any, change: Any) -> Any:
+    """A copy of a dataclass with other fields; itself when they stay, for it may be more than its fields."""
+    parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    changed = {name: change(part) for name, part in parts.items()}
+    if all(changed[name] is part for name, part in parts.items()):
+        return value
+    result = copy(value)
+    for name, part in changed.items():
+        object.__setattr__(result, name, part)  # it may be frozen
+    return result

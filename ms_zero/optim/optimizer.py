@@ -9,7 +9,8 @@ Elements are updated one by one, so that neither the cut into buckets and chunks
 lives changes a bit of the result.
 """
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,12 +61,19 @@ class _Optimizer:
         fraction: float,
     ) -> None:
         """Create the state; see AdamW."""
+        if not isinstance(sharded, Sharded):
+            found = type(sharded).__name__
+            raise UserError(f"optimizer: the model is {found}: expected what zero.shard(cell, mesh) returns")
         if not sharded.holds_initial_values:
             raise UserError("optimizer: this model has an optimizer already: make one for each sharded model")
         self.sharded, self.num_updates, self.num_skipped = sharded, 0, 0
         self._device, self._offload = DeviceStates(), offload
-        default = GroupOptions(weight_decay)
+        decay = _number("weight_decay", weight_decay, _is_positive_or_0, "a finite number, at least 0")
+        default = GroupOptions(decay)
         keys = [bucket.layout.key[1] for bucket in sharded.buckets]
+        _check_groups(groups or {}, keys)
+        _check_store(offload)
+        fraction = _number("fraction", fraction, _is_share, "a number from 0 to 1")
         self._groups = [(groups or {}).get(key, default) for key in keys]
         self._parts = [self._create(index, fraction) for index in range(len(sharded.buckets))]
         sharded.forget_initial_values()
@@ -95,7 +103,13 @@ class _Optimizer:
         Args:
             lr: learning rate.
             clip_norm: largest gradient norm; 0: no clipping.
+
+        Raises:
+            UserError: one of them is not finite, or ``clip_norm`` is negative; or see
+                :meth:`ms_zero.zero.ShardedModel.reduce`.
         """
+        lr = _number("lr", lr, math.isfinite, "a finite number")
+        clip_norm = _number("clip_norm", clip_norm, _is_positive_or_0, "a finite number, at least 0")
         self.sharded.reduce()
         decision = decide(self.sharded.sum_of_squares(), clip_norm)
         if decision.finite:
@@ -251,8 +265,16 @@ class AdamW(_Optimizer):
             groups: options by the key that ``sharded`` was given for a parameter.
             offload: where state is kept instead of on the device; closed with the optimizer.
             fraction: share of each bucket's elements that is kept there.
+
+        Raises:
+            UserError: an argument is of another kind or range, the model has an optimizer already, or the
+                store is another optimizer's.
         """
-        self._betas_eps = {"beta1": beta1, "beta2": beta2, "eps": eps}
+        self._betas_eps = {
+            "beta1": _number("beta1", beta1, _is_beta, "a number from 0 to below 1"),
+            "beta2": _number("beta2", beta2, _is_beta, "a number from 0 to below 1"),
+            "eps": _number("eps", eps, _is_positive, "a finite number above 0"),
+        }
         super().__init__(
             sharded, weight_decay=weight_decay, groups=groups, offload=offload, fraction=fraction
         )
@@ -291,6 +313,59 @@ class SGD(_Optimizer):
 
 
 Optimizer = AdamW | SGD
+
+
+def _number(name: str, value: Any, is_right: Callable[[float], bool], expected: str) -> float:
+    """A number of any kind, 0-d tensors too, as a float."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not is_right(number):
+        raise UserError(f"optimizer: {name} is {value!r}: expected {expected}")
+    return number
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number <= 1
+
+
+def _is_beta(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def _is_positive(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _is_positive_or_0(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+def _check_groups(groups: Mapping[Hashable, GroupOptions], keys: Sequence[Hashable]) -> None:
+    """A rank may lack some groups, but a key of a kind that no group has is a mistake."""
+    for key, options in groups.items():
+        if not isinstance(options, GroupOptions):
+            raise UserError(
+                f"optimizer: the options of group {key!r} are {options!r}: expected optim.GroupOptions(...)"
+            )
+        if keys and not any(isinstance(key, type(other)) for other in keys):
+            known = ", ".join(sorted({repr(other) for other in keys}))
+            raise UserError(
+                f"optimizer: no parameter is in group {key!r}: the groups are {known}, by group_of= of "
+                f"zero.shard, or by default True for parameters of two dimensions or more, else False"
+            )
+
+
+def _check_store(offload: Any) -> None:
+    if offload is None:
+        return
+    if not hasattr(offload, "borrow"):
+        raise UserError(
+            f"optimizer: offload is {offload!r}: expected zero.HostStates() or zero.NvmeStates(folder)"
+        )
+    if offload.kinds:
+        raise UserError("optimizer: this store holds the state of another optimizer: make one for each")
 
 
 def _to_host(tensor: Tensor) -> np.ndarray:

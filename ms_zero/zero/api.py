@@ -14,7 +14,7 @@ Example::
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from ms_zero._compat import device_target, no_grad, tape
+from ms_zero._compat import device_target, is_compiled, no_grad, tape
 from ms_zero.comm import ProcessMesh
 from ms_zero.errors import UserError
 from ms_zero.parallel.placement import Placements, is_first
@@ -183,15 +183,15 @@ def shard(
         UserError: unknown stage or policy, parameters without values, a model that is sharded already or
             has nothing to shard, or ranks that differ in the model or in the arguments.
     """
-    if stage not in range(MAX_STAGE + 1):
-        raise UserError(f"zero: stage is {stage!r}: expected 0, 1, 2 or 3")
+    _check_arguments(cell, mesh, stage, policy, wrap, scaler)
     chosen = named_policy(policy) if isinstance(policy, str) else policy
     options = replace(options or Options(stage=stage), stage=stage, policy=chosen)
     kept = kept_parameters(cell, keep)
     _check_unsharded(cell)
     if all(name in kept for name, _ in cell.parameters_and_names()):
         raise UserError(f"zero: {type(cell).__name__} has no parameters that could be sharded")
-    _check_agreement(cell, mesh, options)
+    _check_compiled(cell, options)
+    _check_agreement(_description(cell, options), mesh)
     if values is not None and placements is not None:
         values = placements.local_values(values)
     working = chosen.working(device_target())
@@ -212,6 +212,7 @@ def shard(
         scaler=scaler or _default_scaler(chosen),
         placements=placements,
     )
+    _check_agreement(_layout(model), mesh)
     setattr(cell, _SHARDED, True)
     return model
 
@@ -241,13 +242,58 @@ def _check_unsharded(cell: nn.Cell) -> None:
             raise UserError(f"zero: {path or 'the model'} is sharded already: shard a model once, as a whole")
 
 
-def _check_agreement(cell: nn.Cell, mesh: ProcessMesh, options: Options) -> None:
-    """Ranks that disagree would mix up each other's tensors without a word."""
+def _check_arguments(cell: Any, mesh: Any, stage: Any, policy: Any, wrap: Any, scaler: Any) -> None:
+    """What is easily mixed up, by name."""
+    if not isinstance(stage, int) or stage not in range(MAX_STAGE + 1):
+        raise UserError(f"zero: stage is {stage!r}: expected 0, 1, 2 or 3")
+    for name, value, is_right, expected in (
+        ("cell", cell, isinstance(cell, nn.Cell), "an nn.Cell"),
+        ("mesh", mesh, isinstance(mesh, ProcessMesh), "comm.ProcessMesh(Mesh(dp_shard=...), job)"),
+        ("policy", policy, isinstance(policy, str | Policy), "fp32, bf16, fp16 or a Policy"),
+        ("wrap", wrap, wrap is None or _is_wrap(wrap), "for example zero.wrap_classes(nn.Dense)"),
+        ("scaler", scaler, scaler is None or isinstance(scaler, LossScaler), "a LossScaler"),
+    ):
+        if not is_right:
+            found = value.__name__ if isinstance(value, type) else type(value).__name__
+            raise UserError(f"zero: {name} is {found}: expected {expected}")
+
+
+def _is_wrap(wrap: Any) -> bool:
+    return callable(wrap) and not isinstance(wrap, type)
+
+
+def _check_compiled(cell: nn.Cell, options: Options) -> None:
+    """Compiled code runs no hooks: it would train on what a parameter shows outside of its window."""
+    in_16_bits = options.policy.param != "fp32"
+    if options.stage < MAX_STAGE and not in_16_bits:
+        return
+    for path, inner in cell.cells_and_names():
+        if is_compiled(inner) and (in_16_bits or list(inner.get_parameters())):
+            raise UserError(
+                f"zero: {path or 'the model'} ({type(inner).__name__}) is compiled by mindspore.jit, which "
+                f"passes by what stage 3 and 16 bits need: remove the decorator, or use stage 0 to 2 in fp32"
+            )
+
+
+def _description(cell: nn.Cell, options: Options) -> list[str]:
     lines = [
         f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad}"
         for name, param in cell.parameters_and_names()
     ]
-    lines.append(str(options))
+    return [*lines, str(options)]
+
+
+def _layout(model: ShardedModel) -> list[str]:
+    """What functions among the arguments have led to: buckets, dtypes and the loss scaling."""
+    lines = [
+        f"a bucket of {' '.join(slot.name for slot in bucket.layout.slots)}" for bucket in model.all_buckets
+    ]
+    lines += [f"{place.slot.name} in {place.working}" for unit in model.units for place in unit.places]
+    return [*lines, f"loss scaling by {model.scaler.state()} {getattr(model.scaler, 'rule', '')}"]
+
+
+def _check_agreement(lines: Sequence[str], mesh: ProcessMesh) -> None:
+    """Ranks that disagree would mix up each other's tensors without a word."""
     group = mesh.group(*_DATA)
     everyone = mesh.comm.exchange([hashlib.sha256(line.encode()).hexdigest()[:16] for line in lines], group)
     other = next((number for number, theirs in enumerate(everyone) if theirs != everyone[0]), None)

@@ -31,6 +31,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_zero._compat import finish_queued, function_class, is_recording
 from ms_zero.comm import Communicator, Handle
+from ms_zero.errors import UserError
 from ms_zero.memory.tree import flatten, unflatten
 from ms_zero.zero.bucket import Bucket
 from ms_zero.zero.convert import as_dtype, part_of
@@ -206,10 +207,20 @@ class Windows:
         if len(unit.ran) == len(unit.cells):
             self._end_forward_window(unit)
         if not is_recording() or not _is_nested(output):
+            self._check_followed(unit, output)
             return None
         # The framework calls a backward-pre hook for tensors and flat tuples only.
         tensors, spec = flatten(output)
         return unflatten(iter(_Watched.apply(lambda: self._before(unit, backward=True), *tensors)), spec)
+
+    def _check_followed(self, unit: Unit, output: Any) -> None:
+        """Nothing would open the window for the backward of what an object hides."""
+        is_opaque = hasattr(output, "__dict__") and not flatten(output)[0]
+        if is_recording() and is_opaque and any(place.needs_window for place in unit.places):
+            raise UserError(
+                f"zero: {unit.name} returns a {type(output).__name__}, whose tensors cannot be followed: "
+                f"return them in tuples, lists, dicts or dataclasses, or leave the cell to the root by wrap="
+            )
 
     def _end_of_forward(self, *_: object) -> None:
         for unit in self._units:

@@ -51,6 +51,26 @@ def test_adamw_keeps_moments_and_counts_updates():
     assert optimizer.num_updates == 2
 
 
+def test_wrong_arguments_are_named():
+    model, held = sharded(matrix=MATRIX, vector=VECTOR), HostStates()
+    for make, message in (
+        (lambda: AdamW([1]), "the model is list: expected what zero.shard"),
+        (lambda: AdamW(model, fraction=1.5), "fraction is 1.5: expected a number from 0 to 1"),
+        (lambda: AdamW(model, beta1=1.0), "beta1 is 1.0"),
+        (lambda: AdamW(model, beta2=None), "beta2 is None"),
+        (lambda: AdamW(model, eps=0), "eps is 0: expected a finite number above 0"),
+        (lambda: AdamW(model, weight_decay="0.1"), "weight_decay is '0.1'"),
+        (lambda: AdamW(model, offload="cpu"), r"offload is 'cpu': expected zero.HostStates\(\)"),
+        (lambda: AdamW(model, groups={"decay": GroupOptions(0.0)}), "'decay': the groups are False, True"),
+        (lambda: AdamW(model, groups={True: 0.1}), "group True are 0.1: expected optim.GroupOptions"),
+        (lambda: AdamW(model, offload=held).step(lr=float("nan")), "lr is nan: expected a finite number"),
+        (lambda: AdamW(sharded(vector=VECTOR), offload=held), "state of another optimizer"),
+        (lambda: SGD(sharded(vector=VECTOR)).step(lr=0.1, clip_norm=-1), "clip_norm is -1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make()
+
+
 def test_gradients_are_scaled_before_use_and_dropped_after():
     model = sharded(matrix=MATRIX, vector=VECTOR)
     give(model, **constant(4.0))

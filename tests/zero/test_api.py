@@ -1,5 +1,7 @@
 """Three lines around anybody's model and anybody's loop."""
 
+from dataclasses import dataclass
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from ms_zero.mesh import Mesh
 from ms_zero.models import GPT
 from ms_zero.models.layers import Linear
 from ms_zero.optim import SGD, AdamW
+from ms_zero.precision.scaler import StaticLossScaler
 from ms_zero.testing import run_workers
 from ms_zero.zero import Options, shard, wrap_classes
 
@@ -216,6 +219,12 @@ def test_what_cannot_be_sharded_is_refused():
         (lambda: on_one(Trained(np.ones(3, np.float32)), stage=5), "stage is 5: expected 0, 1, 2 or 3"),
         (lambda: on_one(Trained(np.ones(3, np.float32)), policy="fp8"), "unknown policy 'fp8'"),
         (lambda: on_one(stage=1, options=Options(3, params_on_host=True)), "use stage 3"),
+        (lambda: on_one(stage=2.0), "stage is 2.0: expected 0, 1, 2 or 3"),
+        (lambda: on_one(policy=None), "policy is NoneType: expected fp32, bf16"),
+        (lambda: on_one(cell.get_parameters), "cell is method: expected an nn.Cell"),
+        (lambda: on_one(wrap=nn.Dense), "wrap is Dense: expected for example zero.wrap_classes"),
+        (lambda: on_one(scaler=1024.0), "scaler is float: expected a LossScaler"),
+        (lambda: shard(Trained(np.ones(3, np.float32)), Mesh()), "mesh is Mesh: expected comm.ProcessMesh"),
     ):
         with pytest.raises(UserError, match=message):
             make()
@@ -269,6 +278,17 @@ def test_values_without_storage_are_asked_for_part_by_part():
         np.testing.assert_array_equal(value.reshape(-1), np.arange(value.size), err_msg=name)
 
 
+class Scaled(nn.Cell):
+    """Returns what ``form`` makes of a tensor."""
+
+    def __init__(self, form=lambda x: x):
+        super().__init__()
+        self.weight, self.form = Parameter(Tensor(TARGETS[0]), name="weight"), form
+
+    def construct(self, x):
+        return self.form(ops.tanh(x * self.weight))
+
+
 def disagree(comm):
     """What each rank is told when the ranks build different things."""
     told = []
@@ -278,6 +298,9 @@ def disagree(comm):
         lambda: shard(Trained(np.ones(3, np.float32), requires_grad=comm.rank == 0), mesh),
         lambda: shard(Trained(np.ones(3, np.float32)), mesh, stage=1 + comm.rank),
         lambda: shard(Trained(np.ones(3, np.float32)), mesh, options=Options(3, prefetch=comm.rank)),
+        lambda: shard(nn.CellList([Scaled(), Scaled()]), mesh, wrap=[None, lambda *_: False][comm.rank]),
+        lambda: shard(Scaled(), mesh, policy="fp16", fp32=[(), (Scaled,)][comm.rank]),
+        lambda: shard(Scaled(), mesh, policy="fp16", scaler=StaticLossScaler(2.0 + comm.rank)),
     ):
         try:
             make()
@@ -291,6 +314,63 @@ def test_ranks_that_build_different_models_are_told():
     for told in run_workers(2, disagree):
         assert all("rank 1 shards another model than rank 0" in line for line in told), told
         assert "value [" in told[0] and "stage=" in told[2]
+        assert "a bucket of" in told[4] and "weight in Float" in told[5] and "loss scaling" in told[6]
+
+
+@dataclass(frozen=True)
+class Answer:
+    found: Tensor
+    count: int = 3
+
+
+class Opaque:
+    def __init__(self, found):
+        self.found = found
+
+
+class Chain(nn.Cell):
+    """Blocks that return a tensor in an object."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.blocks = nn.CellList([Scaled(form) for _ in range(2)])
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = block(x).found
+        return x
+
+
+def test_results_in_objects_are_followed_or_refused():
+    reduced = {}
+    for stage in (0, 3):
+        model = on_one(Chain(Answer), stage)
+        with model.record():
+            loss = model(Tensor(TARGETS)).sum()
+        model.backward(loss)
+        model.reduce()
+        slots = [(slot, bucket) for bucket in model.buckets for slot in bucket.layout.slots]
+        reduced[stage] = {slot.name: slot.view(bucket.reduced.asnumpy()) for slot, bucket in slots}
+    assert reduced[0].keys() == reduced[3].keys()
+    for name, value in reduced[0].items():
+        np.testing.assert_array_equal(value, reduced[3][name])
+    model = on_one(Chain(Opaque), 3)
+    model(Tensor(TARGETS))
+    with model.record(), pytest.raises(UserError, match=r"blocks\.0 returns a Opaque, whose tensors cannot"):
+        model(Tensor(TARGETS))
+
+
+class Compiled(Scaled):
+    @ms.jit
+    def construct(self, x):
+        return ops.tanh(x * self.weight)
+
+
+def test_compiled_cells_are_refused_where_they_would_not_train():
+    for stage, policy in ((3, "fp32"), (1, "bf16")):
+        with pytest.raises(UserError, match=r"0 \(Compiled\) is compiled by mindspore.jit"):
+            on_one(nn.CellList([Compiled()]), stage, policy=policy)
+    on_one(Compiled(), 2)
 
 
 class Counting(nn.Cell):
