@@ -92,7 +92,7 @@ class Cut:
         """Replace the parameters."""
         own = dict(cell.parameters_and_names(expand=False))
         for name, dim in self.dims:
-            if name not in own or own[name].ndim <= dim:
+            if name not in own or not 0 <= dim < own[name].ndim:
                 raise UserError(f"tensor parallelism: {path} has no parameter {name} with a dim {dim}")
             setattr(cell, name, cuts.cut(own[name], dim))
 
@@ -185,7 +185,8 @@ def parallelize(model: nn.Cell, plan: Plan, border: Border) -> Placements:
 
     Args:
         model: the same on all ranks.
-        plan: a pattern has to match a cell, a cell may match one pattern.
+        plan: a pattern has to match a cell, a cell may match one pattern. Regions do not lie in each other: a
+            column-parallel layer has one cell around it that enters, or enters by itself.
         border: `WholeSequence`, or `SplitSequence` for sequence parallelism.
 
     Returns:
@@ -200,7 +201,9 @@ def parallelize(model: nn.Cell, plan: Plan, border: Border) -> Placements:
     _agree_on_values(model, border)
     cuts = Cuts(border, names)
     cells = dict(model.cells_and_names())
-    for path, style in _match(cells, plan).items():
+    found = _match(cells, plan)
+    _check_regions(found)
+    for path, style in found.items():
         new = style.apply(cells[path], path, cuts)
         if new is not None:
             _replace(cells, path, new)
@@ -269,6 +272,8 @@ class Cuts:
     def _range(self, name: str, size: int, blocks: int | None) -> tuple[int, int, Sequence[int]]:
         """The elements [start, stop) of this rank, and the members of the group that have the same ones."""
         parts, index = self.border.group.size, self.border.group.index
+        if blocks is not None and blocks < 1:
+            raise UserError(f"tensor parallelism: {name}: {blocks} blocks, expected at least 1")
         if blocks is None or (blocks % parts == 0 and size % blocks == 0):
             if size < parts:
                 raise UserError(f"tensor parallelism: {name}: {size} features cannot be cut in {parts} parts")
@@ -321,6 +326,8 @@ def _match(cells: Mapping[str, nn.Cell], plan: Plan) -> dict[str, Style]:
     """The style of each matched path."""
     found: dict[str, tuple[str, Style]] = {}
     for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise UserError(f"tensor parallelism: pattern {pattern} of the plan has {style}, not a style")
         paths = [path for path in cells if path and matches(path, pattern)]
         if not paths:
             raise UserError(f"tensor parallelism: pattern {pattern} of the plan matches no cell of the model")
@@ -329,6 +336,38 @@ def _match(cells: Mapping[str, nn.Cell], plan: Plan) -> dict[str, Style]:
                 raise UserError(f"tensor parallelism: {path} matches {found[path][0]} and {pattern}")
             found[path] = pattern, style
     return {path: style for path, (_, style) in found.items()}
+
+
+def _check_regions(found: Mapping[str, Style]) -> None:
+    """Refuse a plan by which gradients or results would be summed twice over the ranks, or never."""
+    regions = {path: style for path, style in found.items() if isinstance(style, Enter | Region)}
+    for path, style in found.items():
+        outer = next((cell for cell in _around(path) if cell in regions), None)
+        wrong = _wrong_in(style, regions.get(outer))
+        if wrong:
+            inside = "in no region" if outer is None else f"in the region that {outer} enters"
+            raise UserError(f"tensor parallelism: {path} is {inside}: {wrong}")
+
+
+def _wrong_in(style: Style, region: Enter | Region | None) -> str:
+    """What is wrong with a style in a cell of a region, or outside of them, and how to put it right."""
+    match style:
+        case Column(enters=False) if region is None:
+            return "gradients of its input are not summed; use Column(enters=True), or Enter() around it"
+        case Column(enters=True) | Enter() | Region() if region is not None:
+            return "entering again would sum gradients twice; let one of the two enter"
+        case Row(leaves=True) if isinstance(region, Region):
+            return "Region sums its result again; use Row(leaves=False)"
+        case Row(leaves=False) if not isinstance(region, Region):
+            return "nothing adds up its partial sum; use Row(), or Region() around it"
+    return ""
+
+
+def _around(path: str) -> Iterator[str]:
+    """Paths of the cells that hold a cell, the nearest first."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -16,6 +16,7 @@ from ms_zero.parallel import (
     Cut,
     Enter,
     OwnTokens,
+    Region,
     Row,
     SplitSequence,
     Vocabulary,
@@ -72,6 +73,15 @@ FOREIGN_PLAN = {
     "blocks.*.mlp.1": Row(),
     "head": Column(enters=True),
 }
+
+# Plans that would compute with gradients or results that are summed twice, or never.
+WRONG_REGIONS = [
+    {"head": Column()},
+    {"blocks.*.mlp": Enter(), "blocks.*.mlp.0": Column(enters=True)},
+    {"blocks.*": Enter(), "blocks.*.mlp": Region()},
+    {"blocks.*.mlp": Region(), "blocks.*.mlp.1": Row()},
+    {"blocks.*.mlp": Enter(), "blocks.*.mlp.1": Row(leaves=False)},
+]
 
 
 def batch(vocab=VOCAB):
@@ -164,14 +174,18 @@ def refusals(comm):
         lambda: parallelize(Foreign(), {"head": Row(), "h*d": Enter()}, border),
         lambda: parallelize(Foreign(), {"blocks.*.mlp": Row()}, border),
         lambda: parallelize(Foreign(), {"blocks.0": Vocabulary()}, border),
-        lambda: parallelize(Foreign(), {"blocks.*.mlp.0": Column(blocks=7)}, border),
+        lambda: parallelize(Foreign(), {"blocks.*.mlp.0": Column(blocks=7, enters=True)}, border),
         lambda: parallelize(tied(), {"head": Column(enters=True)}, border),
         lambda: VocabularyCrossEntropySum(comm, comm.world, 20)(*part_of(20, 99)),
         lambda: VocabularyCrossEntropySum(comm, comm.world, 20)(*part_of(5, 1)),
         lambda: outside(border),
         lambda: SplitSequence(comm, comm.world).span(2 * comm.world_size + 1),
-        lambda: parallelize(Foreign(), {"blocks.*.mlp.1": Row(leaves=False)}, border),
+        lambda: parallelize(Foreign(), {"blocks.*": Region(), "blocks.*.mlp.1": Row(leaves=False)}, border),
         lambda: parallelize(Foreign(), {"head": Cut((("nothing", 0),))}, border),
+        lambda: parallelize(Foreign(), {"head": Cut((("weight", -3),))}, border),
+        lambda: parallelize(Foreign(), {"head": Column(blocks=0, enters=True)}, border),
+        lambda: parallelize(Foreign(), {"head": "row"}, border),
+        *(lambda plan=plan: parallelize(Foreign(), plan, border) for plan in WRONG_REGIONS),
     ]
     for attempt in attempts:
         with pytest.raises(UserError) as caught:
@@ -322,6 +336,14 @@ def test_what_cannot_be_cut_is_refused(four):
         "4 tensor-parallel ranks do not divide a sequence of 9 tokens",
         "blocks.0.mlp.1 gives a partial sum, to which a bias or an activation cannot be applied",
         "head has no parameter nothing with a dim 0",
+        "head has no parameter weight with a dim -3",
+        "head.weight: 0 blocks, expected at least 1",
+        "pattern head of the plan has row, not a style",
+        "head is in no region: gradients of its input are not summed",
+        "blocks.0.mlp.0 is in the region that blocks.0.mlp enters: entering again would sum gradients twice",
+        "blocks.0.mlp is in the region that blocks.0 enters: entering again",
+        "blocks.0.mlp.1 is in the region that blocks.0.mlp enters: Region sums its result again",
+        "blocks.0.mlp.1 is in the region that blocks.0.mlp enters: nothing adds up its partial sum",
     ]
     for messages in (report["refusals"] for report in four):
         for message, part in zip(messages, expected, strict=True):
