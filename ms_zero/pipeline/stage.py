@@ -137,15 +137,17 @@ def split(model: nn.Cell, chain: Chain, ranges: Sequence[range], stages: Sequenc
         stages: those of this rank.
 
     Raises:
-        UserError: the ranges do not cover every block once, or a path does not exist in the model.
+        UserError: the ranges do not cover every block once, a path does not exist in the model, or a trained
+            parameter is on no stage, or on several, other than one that `first` and `last` share.
     """
-    blocks = list(cell_at(model, chain.blocks).name_cells().items())
+    blocks = list(blocks_of(model, chain).name_cells().items())
     covered = [number for part in ranges for number in part]
     if covered != list(range(len(blocks))):
         raise UserError(
             f"pipeline: stages hold blocks {covered} of {chain.blocks}, expected each of its {len(blocks)} "
             f"blocks once and in order"
         )
+    _check_homes(model, chain, ranges, blocks)
     mine = {number for stage in stages for number in ranges[stage]}
     if len(mine) < len(blocks):
         _replace(model, chain.blocks, _sublist(blocks, mine))
@@ -171,6 +173,17 @@ def shared_names(model: nn.Cell, chain: Chain) -> tuple[str, ...]:
     return tuple(name for name, param in model.parameters_and_names() if id(param) in first & last)
 
 
+def blocks_of(model: nn.Cell, chain: Chain) -> nn.CellList | nn.SequentialCell:
+    """The list of the blocks; raises UserError when its path has something else."""
+    found = cell_at(model, chain.blocks)
+    if not isinstance(found, nn.CellList | nn.SequentialCell):
+        raise UserError(
+            f"pipeline: {chain.blocks} is a {type(found).__name__}, expected the CellList of the blocks: "
+            f"correct the Chain"
+        )
+    return found
+
+
 def cell_at(root: nn.Cell, path: str) -> nn.Cell:
     """The cell at a path with dots; raises UserError when there is none."""
     cell = root
@@ -179,6 +192,34 @@ def cell_at(root: nn.Cell, path: str) -> nn.Cell:
         if cell is None:
             raise UserError(f"pipeline: {type(root).__name__} has no cell {path}: correct its Chain")
     return cell
+
+
+def _check_homes(
+    model: nn.Cell, chain: Chain, ranges: Sequence[range], blocks: Sequence[tuple[str, nn.Cell]]
+) -> None:
+    """Refuse trained parameters whose gradient no stage, or more than one, would have."""
+    in_blocks: dict[int, set[int]] = {}
+    for stage, part in enumerate(ranges):
+        for number in part:
+            for param in blocks[number][1].get_parameters():
+                in_blocks.setdefault(id(param), set()).add(stage)
+    at_ends: dict[int, set[int]] = {}
+    for stage, paths in ((0, chain.first), (len(ranges) - 1, chain.last)):
+        for path in paths:
+            for param in cell_at(model, path).get_parameters():
+                at_ends.setdefault(id(param), set()).add(stage)
+    for name, param in model.parameters_and_names():
+        inside, ends = in_blocks.get(id(param), set()), at_ends.get(id(param), set())
+        if param.requires_grad and not inside | ends:
+            raise UserError(
+                f"pipeline: {name} is in none of the cells that the Chain names: give it to one of these, "
+                f"or name its cell in first or last"
+            )
+        if inside and len(inside | ends) > 1:
+            raise UserError(
+                f"pipeline: {name} is used on stages {sorted(inside | ends)}: only cells of first and last "
+                f"may share a parameter; put the blocks that share it on one stage"
+            )
 
 
 def _sublist(blocks: Sequence[tuple[str, nn.Cell]], mine: set[int]) -> nn.CellList:

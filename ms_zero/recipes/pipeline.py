@@ -26,7 +26,7 @@ from ms_zero.parallel import Placement, Placements, Replicas
 from ms_zero.pipeline.balance import balance, explicit, stage_of
 from ms_zero.pipeline.runtime import Outcome, Pipeline, Tensors
 from ms_zero.pipeline.schedule import Schedule
-from ms_zero.pipeline.stage import Chain, Hidden, Staged, cell_at, shared_names, split
+from ms_zero.pipeline.stage import Chain, Hidden, Staged, blocks_of, cell_at, shared_names, split
 from ms_zero.recipes.context import Samples
 from ms_zero.recipes.eager import EagerEngine
 from ms_zero.recipes.expert import Balancer
@@ -178,7 +178,7 @@ def split_model(
     if counts is None:
         ranges = _balance_parameters(model, chain, len(placement), placements)
     else:
-        ranges = explicit(counts, len(cell_at(model, chain.blocks).name_cells()), len(placement))
+        ranges = explicit(counts, len(blocks_of(model, chain).name_cells()), len(placement))
     mine = [stage for stage, owner in enumerate(placement) if owner == group.index]
     cell = split(model, chain, ranges, mine)
     cell.dropout_state = getattr(model, "dropout_state", None)
@@ -220,7 +220,7 @@ def _balance_parameters(
         return sum(sizes[id(param)] for cell in cells for param in cell.get_parameters())
 
     first, last = (cost(*(cell_at(model, path) for path in paths)) for paths in (chain.first, chain.last))
-    blocks = [cost(block) for block in cell_at(model, chain.blocks)]
+    blocks = [cost(block) for block in blocks_of(model, chain)]
     return balance(blocks, num_stages, first=first, last=last)
 
 

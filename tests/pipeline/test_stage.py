@@ -68,6 +68,29 @@ def test_a_split_has_to_cover_every_block_once():
             split(Model(), CHAIN, [range(ends[0], ends[1]), range(ends[1], ends[2])], [0])
     with pytest.raises(UserError, match=r"has no cell body\.layers"):
         split(Model(), Chain("body.layers", (), (), None, None, None), RANGES, [0])
+    with pytest.raises(UserError, match=r"body\.embed is a Embedding, expected the CellList of the blocks"):
+        split(Model(), Chain("body.embed", (), (), None, None, None), RANGES, [0])
+
+
+def test_a_parameter_without_a_stage_or_with_several_is_refused():
+    forgotten = Chain("body.blocks", ("body.embed",), ("head",), None, None, None)
+    with pytest.raises(UserError, match=r"body\.place\.weight is in none of the cells that the Chain names"):
+        split(Model(), forgotten, RANGES, [0])
+    frozen = Model()
+    frozen.body.place.weight.requires_grad = False  # the same everywhere, whoever uses it
+    assert "body.place.weight" in dict(split(frozen, forgotten, RANGES, [2]).parameters_and_names())
+    for one, other, where in ((1, 2, None), (0, 1, r"\[0, 2\]"), (0, 3, r"\[0, 3\]")):
+        model = Model()
+        model.body.blocks[other].weight = model.body.blocks[one].weight
+        if where is None:  # both blocks are on stage 2
+            assert "body.blocks.1.weight" in dict(split(model, CHAIN, RANGES, [2]).parameters_and_names())
+        else:
+            with pytest.raises(UserError, match=rf"body\.blocks\.0\.weight is used on stages {where}"):
+                split(model, CHAIN, RANGES, [2])
+    model = Model()
+    model.body.blocks[3].weight = model.body.embed.weight  # blocks and ends, on other stages
+    with pytest.raises(UserError, match=r"body\.embed\.weight is used on stages \[0, 3\]"):
+        split(model, CHAIN, RANGES, [0])
 
 
 def test_a_cell_with_shared_and_other_parameters_is_refused():
