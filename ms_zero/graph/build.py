@@ -156,6 +156,7 @@ def auto_parallel_step(
         beta2=optim.beta2,
         eps=optim.eps,
         comm=comm,
+        loss_rank=options.loss_rank,
     )
 
 

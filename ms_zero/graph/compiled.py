@@ -47,6 +47,7 @@ class CompiledStep:
         beta2: float,
         eps: float,
         comm: Communicator | None,
+        loss_rank: int = 0,
     ) -> None:
         """Join the parts; nothing is compiled before the first step.
 
@@ -58,12 +59,13 @@ class CompiledStep:
             beta1: decay rate of the mean (adamw).
             beta2: decay rate of the mean square (adamw).
             eps: added to the root (adamw).
-            comm: of the job; its last rank knows the loss. None: this process only.
+            comm: of the job. None: this process only.
+            loss_rank: of ``comm``; knows the loss, see `ms_zero.graph.parallel.Options`.
         """
         self.cell, self.parts, self.scaler = cell, parts, parts.scaler
         self.params, self.update_cell = parts.params, parts.update
         self.num_updates, self.loss_scale = 0, parts.scaler.scale
-        self._schedule, self._comm = schedule, comm
+        self._schedule, self._comm, self._loss_rank = schedule, comm, loss_rank
         self._rates = {"weight_decay": weight_decay, "beta1": beta1, "beta2": beta2, "eps": eps}
         self._queue: list[Sequence[Tensor]] = []
         self._weight, self.is_prepared = 0.0, False
@@ -112,7 +114,8 @@ class CompiledStep:
         with graph_mode():
             *_, norm, finite = self.cell(*map(Tensor, inputs))
         own = [float(cell.step_loss.asnumpy()), float(norm.asnumpy()), bool(finite.asnumpy())]
-        return self._agreed([own] if self._comm is None else self._comm.exchange(own), scale)
+        everyone = [own] if self._comm is None else self._comm.exchange(own)
+        return agreed(everyone, scale, self._loss_rank)
 
     def update(self, *, lr: float, grad_scale: float = 1.0) -> None:
         """Take note that the graph has updated; it had the arguments already."""
@@ -155,17 +158,24 @@ class CompiledStep:
         """Whether parameters may be parts."""
         return isinstance(self.cell, AutoParallel)
 
-    def _agreed(self, everyone: Sequence[Sequence], scale: float) -> Summary:
-        """What all ranks say of a step; the loss is the last one's, which has the last stage."""
-        norms = {(norm, finite) for _, norm, finite in everyone if finite} or {(np.inf, False)}
-        if len(norms) > 1 or len({finite for *_, finite in everyone}) > 1:
-            raise UserError(
-                f"graph: the ranks disagree on the gradient of a step: {sorted(norms)[:3]}; their weights "
-                f"are not the same any more: resume from the last checkpoint and report this"
-            )
-        norm, finite = norms.pop()
-        loss = everyone[-1][0] / scale
-        return Summary(loss, norm * norm if finite else np.inf)
+
+def agreed(everyone: Sequence[Sequence], scale: float, loss_rank: int) -> Summary:
+    """What all ranks say of a step, (scaled loss, norm, whether it is finite) each.
+
+    ``loss_rank``: whose loss is that of the step; other stages of a pipeline have none.
+
+    Raises:
+        UserError: they do not say the same.
+    """
+    norms = {(norm, finite) for _, norm, finite in everyone if finite} or {(np.inf, False)}
+    if len(norms) > 1 or len({finite for *_, finite in everyone}) > 1:
+        raise UserError(
+            f"graph: the ranks disagree on the gradient of a step: {sorted(norms)[:3]}; their weights "
+            f"are not the same any more: resume from the last checkpoint and report this"
+        )
+    norm, finite = norms.pop()
+    loss = everyone[loss_rank][0] / scale
+    return Summary(loss, norm * norm if finite else np.inf)
 
 
 class CompiledEngine(GraphEngine):

@@ -169,6 +169,7 @@ class ParallelStep:
         clip_norm: float,
         weight_decay: float,
         comm: Communicator | None,
+        loss_rank: int = 0,
         **rates: float,
     ) -> None:
         self.network, self.cell, self.mesh = network, cell, arrangement.mesh
@@ -176,7 +177,7 @@ class ParallelStep:
         self._clip_norm, self._lr, self._comm = clip_norm, 0.0, comm
         self.batch = self._own_rows(batch)
         rates = _RATES | {"weight_decay": weight_decay} | rates
-        self._step = CompiledStep(cell, parts, lambda _: self._lr, comm=comm, **rates)
+        self._step = CompiledStep(cell, parts, lambda _: self._lr, comm=comm, loss_rank=loss_rank, **rates)
 
     def __call__(self, *batch: Tensor, lr: float, weight: float) -> tuple[Summary, GradientDecision]:
         """Make one training step. Collective; compiles when it is called first.
@@ -311,6 +312,7 @@ def parallelise(
         clip_norm=clip_norm,
         weight_decay=weight_decay,
         comm=comm,
+        loss_rank=options.loss_rank,
         **rates,
     )
 

@@ -91,6 +91,14 @@ class Options:
     offload_activations: bool
     speed_up: Mapping[str, Any]
 
+    @property
+    def loss_rank(self) -> int:
+        """The first rank that knows the loss: of the stage of the last chunk, the first stage with zb-v."""
+        if self.stages is None:
+            return 0
+        stage, _ = self.stages.place(len(self.stages.chunk_layers) - 1)
+        return stage * self.grid.dp * self.grid.cp * self.grid.tp
+
 
 def options_of(config: RunConfig, ring: Group | None = None) -> Options:
     """What a config asks of AutoParallel.

@@ -16,7 +16,7 @@ from ms_zero.comm import ProcessMesh, local
 from ms_zero.config import load_config
 from ms_zero.data.run import load_data
 from ms_zero.errors import UserError
-from ms_zero.graph.compiled import CompiledEngine, CompiledStep
+from ms_zero.graph.compiled import CompiledEngine, CompiledStep, agreed
 from ms_zero.graph.reduce import SameGradients
 from ms_zero.graph.slices import ParameterLayout, read_layout
 from ms_zero.graph.train import build_train_cell
@@ -112,6 +112,16 @@ def test_a_run_of_one_graph_equals_the_eager_engine_and_takes_its_checkpoints(tm
     assert set(saved) == {shard.name for shard, _ in eager.engine.state_shards()}
     with pytest.raises(UserError, match=r"set train\.eval_interval to 0"):
         compiled.evaluate(compiled.loader, 1)
+
+
+def test_the_loss_is_that_of_the_rank_that_has_it_and_ranks_have_to_agree():
+    first, second = [6.0, 3.0, True], [0.0, 3.0, True]
+    assert agreed([first, second], 2.0, 0).loss == 3.0
+    assert agreed([first, second], 2.0, 1).loss == 0.0
+    assert agreed([[1.0, np.nan, False]] * 2, 1.0, 0).sum_of_squares == np.inf
+    for other in ([0.0, 3.5, True], [0.0, 3.0, False]):
+        with pytest.raises(UserError, match="the ranks disagree"):
+            agreed([first, other], 1.0, 0)
 
 
 # Eight devices as (dp, cp, tp) = (2, 1, 4): rows or columns over tp, rows over both, or none; hsdp over dp.

@@ -55,6 +55,13 @@ def test_zero_bubble_v_begins_and_ends_on_the_first_stage():
         for phase in ("forward", "backward"):
             assert messages(graph, name, phase) == 4, (name, phase)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= graph.parameters.keys()
+    # The loss is there as well, the sum of that of four microbatches.
+    text = text_of(2, *pipeline(2, "zb-v", 4))
+    (loss,) = re.findall(r"PrimFunc_Assign\(%\w+_step_loss, %(\d+),", text)
+    (total,) = re.findall(rf"^  %{loss}\(\S+ = Depend\(%(\d+),", text, re.MULTILINE)
+    assert re.search(rf"^  %{total}\(\S+ = PrimFunc_Add\(", text, re.MULTILINE)
+    assert options_of(config_of(2, *pipeline(2, "zb-v", 4))).loss_rank == 0
+    assert options_of(config_of(8, "parallel.tp=2", *pipeline(2, "1f1b", 4))).loss_rank == 4
 
 
 def test_stages_have_the_blocks_that_the_keys_say():
