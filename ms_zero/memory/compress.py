@@ -5,16 +5,16 @@ nearest of -127 ... 127. What comes back differs from what was saved by at most 
 
     |x - x'| <= absmax(block) / 254 + u |x'|
 
-with u = 3 * 2^-24 for fp32 and, as x' is rounded to the dtype of x, 2^-11 more for fp16 and 2^-8 more for bf16
-(up to another half step). Blocks below 1e-38 may come back as zeros.
+with u = 3 * 2^-24 for fp32 and, as x' is rounded to the dtype of x, 2^-11 more for fp16 and 2^-8 more for
+bf16 (up to another half step). Blocks below 1e-38 may come back as zeros.
 
 A block with an inf or nan comes back as nan altogether, so that a gradient computed from it is not finite
 either. Memory: 1 + 4 / block bytes an element.
 
 Losses are exact, for forward sees the tensors themselves. Gradients are approximate: that of a weight, the
-product of output gradients with the saved input, has an error of at most sum |dy| (absmax / 254 + u |x'|) an element. On
-values of a normal distribution a block of 256 has an rms error of about 0.6 % of theirs, and so has the
-gradient; the errors of neighbours are independent and do not add up in one direction.
+product of output gradients with the saved input, has an error of at most sum |dy| (absmax / 254 + u |x'|) an
+element. On values of a normal distribution a block of 256 has an rms error of about 0.6 % of theirs, and so
+has the gradient; the errors of neighbours are independent and do not add up in one direction.
 """
 
 from __future__ import annotations
