@@ -1,6 +1,7 @@
 """``ms-zero graph inspect``: the communication that MindSpore's compiler inserts for a run."""
 
 import json
+import os
 from pathlib import Path
 
 from ms_zero.config import load_config
@@ -21,6 +22,9 @@ def inspect(
     json_path: str | None,
 ) -> int:
     """Print what rank `rank` communicates in a step; returns the exit status."""
+    for option, path in (("--keep", keep), ("--json", json_path)):
+        if path is not None:
+            _check_writable(option, Path(path))  # compiling takes minutes
     if ":" in Path(run).name:
         case = _case_of_function(run, overrides, rank, workers)
     else:
@@ -43,6 +47,12 @@ def inspect(
         }
         Path(json_path).write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0
+
+
+def _check_writable(option: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"{option} {path}: cannot write this file: name one in a folder that exists")
 
 
 def _case_of_run(run: str, overrides: list[str], rank: int, workers: int | None) -> Case:

@@ -41,7 +41,8 @@ def run_rules(facts: Facts, problems: list[Problem]) -> list[Finding]:
     """
     ignored = ignored_keys(facts.values)
     for path in ignored:
-        facts.values[path] = _key(path).default
+        if _key(path).default is not schema.AUTO:  # what is derived fits already
+            facts.values[path] = _key(path).default
     findings = [_finding(facts, *problem) for problem in problems]
     for rule in RULES:
         if rule.check is not None and facts.known(*rule.reads):
@@ -460,7 +461,8 @@ def _num_chunks(facts: Facts) -> int | None:
 def _microbatch_counts(facts: Facts) -> Iterator[tuple[str, int]]:
     """Microbatches that steps can have, and the key that says so."""
     yield "parallel.schedule", facts.values["train.accumulation_steps"]
-    if facts.known("train.rampup_samples", "train.rampup_start", "train.rampup_increment"):
+    ramp = (f"train.rampup_{name}" for name in ("samples", "start", "increment"))
+    if facts.known("train.global_batch_size", *ramp):
         start, step = facts.values["train.rampup_start"], facts.values["train.rampup_increment"]
         share = facts.values["train.global_batch_size"] // facts.values["train.accumulation_steps"]
         if facts.values["train.rampup_samples"] > 0 and start and step and start >= share:
@@ -913,13 +915,22 @@ _PARALLEL_RULES = (
             "parallel.micro_batch_interleave",
             "parallel.zero_stage",
             "parallel.sync_each_microbatch",
+            "parallel.reshard_after_forward",
+            "parallel.sequence_parts",
+            "parallel.dp_replicate",
             "parallel.cp",
+            "parallel.ep",
             "parallel.context",
+            "data.seq_len",
+            "data.reset_attention",
+            "data.reset_positions",
             "train.accumulation_steps",
             "train.micro_batch_size",
+            "memory.recompute",
             "offload.optimizer",
             "optim.kind",
             "precision.compute",
+            "model.family",
             "model.hidden_size",
             "model.num_heads",
         ),

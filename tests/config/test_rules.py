@@ -614,6 +614,15 @@ def test_a_wrong_schedule_is_refused_with_the_action_and_the_rule(refused):
     assert finding.message.endswith("or the path of a .csv file")
 
 
+def test_a_rule_waits_for_the_values_that_it_reads(refused):
+    on_ascend = ["engine=graph", "hardware.target=Ascend", "precision.policy=bf16", "parallel.pp=2"]
+    on_ascend += ["train.accumulation_steps=2", "parallel.schedule=seqpipe", "parallel.sequence_parts=0"]
+    assert {finding.path for finding in refused(*on_ascend, world=2, text=GPT)} == {"parallel.sequence_parts"}
+    unknown = ["train.global_batch_size=auto", "train.micro_batch_size=auto", "train.accumulation_steps=4"]
+    (finding,) = refused(*unknown, "parallel.pp=2", world=2, text=GPT)
+    assert finding.path == "train"
+
+
 def test_every_rule_has_a_case():
     assert {case[0] for case in CASES} == {rule.id for rule in RULES}
 

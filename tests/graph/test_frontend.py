@@ -54,6 +54,16 @@ def test_what_the_compiler_refuses_is_one_line_of_the_command(monkeypatch, capsy
     assert "compiler refuses the step of rank 0: RuntimeError: no such strategy; change the degrees" in line
 
 
+@pytest.mark.parametrize("option", ["--keep", "--json"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_compiled(
+    option, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("ms_zero.cli.graph.compile_case", lambda *_, **__: pytest.fail("compiled"))
+    for path in (tmp_path, tmp_path / "no" / "folder.json"):
+        assert main(["graph", "inspect", "runs/quickstart", option, str(path)]) == 2
+        assert f"{option} {path}: cannot write this file" in capsys.readouterr().err
+
+
 def test_another_version_is_refused_with_its_number(monkeypatch):
     monkeypatch.setattr(_compat_frontend.mindspore, "__version__", "2.11.0")
     assert "2.11.0" in _compat_frontend.unavailable_reason()
