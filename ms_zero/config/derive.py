@@ -65,7 +65,7 @@ def fitting_world_size(facts: Facts) -> int:
     return workers
 
 
-def _fill(facts: Facts, path: str, value: int | str | None, how: str) -> None:
+def _fill(facts: Facts, path: str, value: float | str | None, how: str) -> None:
     if facts.values.get(path) is AUTO:
         facts.values[path] = value
         facts.origins[path] = f"derived: {how}"
@@ -86,6 +86,12 @@ def _derive_precision(facts: Facts) -> None:
     dtypes = [facts.values.get(f"precision.{name}") for name in ("param", "compute", "reduce", "accumulate")]
     scale, reason = ("dynamic", "fp16 is used") if "fp16" in dtypes else ("none", "no dtype is fp16")
     _fill(facts, "precision.loss_scale", scale, reason)
+    if facts.known("precision.loss_scale", "precision.loss_scale_convention"):
+        scale, convention = (facts.values[f"precision.loss_scale{end}"] for end in ("", "_convention"))
+        how = f"convention {convention}" if scale == "dynamic" else f"loss_scale {scale}"
+        is_large = (scale, convention) == ("dynamic", "megatron")
+        _fill(facts, "precision.initial_scale", 2.0**32 if is_large else 2.0**16, how)
+        _fill(facts, "precision.growth_interval", 2000 if convention == "torch" else 1000, how)
 
 
 def _derive_vocabulary(facts: Facts) -> Iterator[Problem]:

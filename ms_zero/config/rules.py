@@ -37,12 +37,11 @@ class Rule(Explanation):
 def run_rules(facts: Facts, problems: list[Problem]) -> list[Finding]:
     """Turn the problems of deriving into findings, then run every rule whose keys have values.
 
-    Keys without effect go back to their defaults first, so that no rule stumbles over them.
+    Keys without effect go back to their defaults first, so that no rule stumbles over them; derived ones fit.
     """
-    ignored = ignored_keys(facts.values)
+    ignored = [path for path in ignored_keys(facts.values) if _key(path).default is not schema.AUTO]
     for path in ignored:
-        if _key(path).default is not schema.AUTO:  # what is derived fits already
-            facts.values[path] = _key(path).default
+        facts.values[path] = _key(path).default
     findings = [_finding(facts, *problem) for problem in problems]
     for rule in RULES:
         if rule.check is not None and facts.known(*rule.reads):

@@ -521,14 +521,16 @@ class PrecisionConfig:
     )
     initial_scale: float = key(
         "Loss scale of the first step (static: of all).",
-        default=65536.0,
+        default=AUTO,
+        auto="65536; dynamic with convention megatron: 2^32",
         above=0,
         maximum=2.0**126,
         used_when=("loss_scale", ("static", "dynamic")),
     )
     growth_interval: int = _count(
         "Steps without overflow after which the scale doubles.",
-        default=1000,
+        default=AUTO,
+        auto="1000; with convention torch 2000",
         used_when=("loss_scale", ("dynamic",)),
     )
     hysteresis: int = _count(

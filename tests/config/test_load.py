@@ -76,6 +76,21 @@ def test_every_value_has_an_origin(load):
 
 
 @pytest.mark.parametrize(
+    ("settings", "scale", "interval"),
+    [
+        ([], 2.0**16, 1000),
+        (["precision.loss_scale=static"], 2.0**16, 1000),
+        (["precision.policy=fp16"], 2.0**16, 1000),
+        (["precision.policy=fp16", "precision.loss_scale_convention=megatron"], 2.0**32, 1000),
+        (["precision.policy=fp16", "precision.loss_scale_convention=torch"], 2.0**16, 2000),
+    ],
+)
+def test_a_convention_of_loss_scaling_brings_its_values(load, settings, scale, interval):
+    precision = load(*settings).config.precision
+    assert (precision.initial_scale, precision.growth_interval) == (scale, interval)
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("1e-3", 1e-3),
