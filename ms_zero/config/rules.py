@@ -397,7 +397,8 @@ def _check_expert_parallel(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "parallel.ep", f"{degree} does not divide dp_shard x cp = {fold}; use a divisor of it"
     experts = facts.values.get("model.num_experts")
     if isinstance(experts, int) and experts % degree:
-        yield "parallel.ep", f"{degree} does not divide model.num_experts {experts}; use a divisor of both"
+        message = f"{degree} does not divide model.num_experts {experts}"
+        yield "parallel.ep", f"{message}; use a divisor of it and of dp_shard x cp"
 
 
 def _check_schedule(facts: Facts) -> Iterator[tuple[str, str]]:
