@@ -12,6 +12,8 @@ The eager engine's formulas with what the compiler does otherwise (2.10.0; compi
   whole gradients without;
 - weights are gathered in the width of the computation, those of norms and routers in fp32; without
   accumulation levels 1 and 2 gather them as they are, fp32;
+- where no cast joins the two uses of a tied table (fp32), level 2 scatters the gradient of each in every
+  microbatch;
 - an expert has a fixed number of slots for each sequence, full or empty: its capacity, or one for every token
   where it takes all. Slots travel between the ranks of ep, and are summed over those of tp.
 
@@ -54,7 +56,8 @@ def stage_bytes(shape: ModelShape, layout: Layout, stage: int) -> dict[str, floa
         "cp": count * sum(_context_bytes(layout, *layer) for layer in layers),
         "ep": count * sum(_expert_bytes(shape, layout, *layer) for layer in layers),
         "pp": _pipeline_bytes(shape, layout, stage),
-        "dp": sum(_data_bytes(weight, layout, again) for weight, again in _weights(shape, layout, stage)),
+        "dp": sum(_data_bytes(weight, layout, again) for weight, again in _weights(shape, layout, stage))
+        + _tied_bytes(shape, layout),
         "other": _input_bytes(layout, stage),
     }
 
@@ -255,3 +258,13 @@ def _data_bytes(weight: Weight, layout: Layout, backward_reads: bool) -> float:
     sent = traffic.sent_bytes(weight.elements, shards, 1, weight=gathered, wire=_FP32, kept=_FP32)
     replicas, summed = holders // shards, weight.elements / (shards if count > 1 else 1)
     return sent + 2 * (replicas - 1) / replicas * summed * _FP32
+
+
+def _tied_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Of the second gradient of a tied table: that of lookups does not join that of the head."""
+    joins = layout.pp > 1 or layout.hsdp_level != 2 or layout.microbatches == 1
+    if not shape.tie_embeddings or joins or layout.precision.activation < _FP32:
+        return 0.0
+    table = _table(shape, layout)
+    shards = _shards(table, layout)
+    return layout.microbatches * (shards - 1) / shards * table.elements * _FP32

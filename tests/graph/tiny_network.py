@@ -1,7 +1,7 @@
 """Two products on 8 ranks, built in the process of the front end."""
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore.parallel import Layout
 from mindspore.parallel.auto_parallel import AutoParallel
 
@@ -36,7 +36,9 @@ class Gradients(nn.Cell):
         return self.gradients(x)
 
 
-def two_products(rows=8):
+def two_products(rows=8, old_api=False):
+    if old_api:
+        context.set_context(save_graphs=0)
     network = Gradients(TwoProducts(rows))
     network.set_train()
     cell = AutoParallel(network, "semi_auto")

@@ -1,5 +1,7 @@
 """The graph engine's step by formulas; tests/graph hold them against what MindSpore compiles."""
 
+from dataclasses import replace
+
 import pytest
 
 from ms_zero.config import load_config
@@ -29,6 +31,17 @@ def test_levels_send_what_the_table_of_the_docs_says(level, units, count):
     if level == 3 and count > 1:  # the table of tokens is not gathered again
         expected -= count * 4 * 7 / 8 * SHAPE.vocab_size * SHAPE.hidden_size
     assert sent == pytest.approx(expected)
+
+
+def test_level_2_scatters_the_gradient_of_a_tied_table_twice_in_fp32():
+    tied = replace(load_model("gpt2-small"), vocab_size=50304)
+    assert tied.tie_embeddings
+    scatter = 4 * 3 / 4 * tied.vocab_size * tied.hidden_size
+    for level, count, times in ((1, 3, 0), (2, 1, 0), (2, 3, 3), (3, 3, 0)):
+        cut = layout(dp_shard=4, hsdp_level=level, microbatches=count)
+        sent = [stage_bytes(shape, cut, 0)["dp"] for shape in (tied, replace(tied, tie_embeddings=False))]
+        second_table = {1: 2, 2: 1 + count, 3: 2 * count}[level] * scatter
+        assert sent[1] - sent[0] == pytest.approx(second_table - times * scatter), (level, count)
 
 
 def test_levels_hold_what_the_table_of_the_docs_says():
