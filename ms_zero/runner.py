@@ -352,6 +352,6 @@ def _check_health(skipped_in_a_row: int, result: StepResult) -> None:
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise UserError(
             f"step {result.step}: {skipped_in_a_row} steps in a row had gradients that are not finite, first "
-            f"{result.nonfinite}; nothing was applied: lower optim.lr or look at the data, then resume from "
-            f"the last checkpoint"
+            f"{result.nonfinite}; nothing was applied: lower optim.lr (or a static precision.initial_scale) "
+            f"or look at the data, then resume from the last checkpoint"
         )
