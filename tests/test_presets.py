@@ -82,7 +82,7 @@ COMPILED = ("memory.recompute=sqrt", "engine.kind=graph")
 def test_a_config_that_cannot_be_run_is_refused_where_it_would_be(name):
     require_runnable(ms_zero.setup_training(name))
     config = ms_zero.setup_training(name, workers=16, overrides=["parallel.pp=1", *COMPILED])
-    with pytest.raises(ConfigError, match=r"memory.recompute: sqrt is not available with engine graph.*\[MZ069\]"):
+    with pytest.raises(ConfigError, match=r"memory.recompute: sqrt is not available with .*\[MZ069\]"):
         require_runnable(config)
 
 
