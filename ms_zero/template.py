@@ -7,10 +7,12 @@ one. The template is a process group of its own, and ends when this process does
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -69,7 +71,8 @@ class _Template:
         """End the process, and what it forked with it."""
         if self._process is None:
             return
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()

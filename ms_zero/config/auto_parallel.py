@@ -32,6 +32,14 @@ def problems(value: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     if value("parallel.sync_each_microbatch") != (stage >= 2):
         message = f"hsdp reduces in every microbatch in stages 2 and 3 and once a step below ({stage} here)"
         yield "parallel.sync_each_microbatch", f"{message}; leave it on auto"
+    shards = value("parallel.dp_shard") * value("parallel.cp")
+    if stage > 0 and value("parallel.dp_replicate") > 1 and shards == 1:
+        message = "replicas of one rank have nothing to shard, and MindSpore would shard over the replicas"
+        yield "parallel.zero_stage", f"{message}; set it to 0, or parallel.dp_shard above 1"
+    recomputes = value("memory.recompute") in ("full", "every_k")
+    if stage == 3 and recomputes and value("model.family") == "gpt" and value("train.accumulation_steps") > 1:
+        message = "MindSpore 2.10.0 does not compile gpt with it in zero_stage 3 and several microbatches"
+        yield "memory.recompute", f"{message}; use selective, or zero_stage 2"
     if stage == 3 and not value("parallel.reshard_after_forward"):
         message = "hsdp frees weights after forward; use zero_stage 2 to keep them"
         yield "parallel.reshard_after_forward", message

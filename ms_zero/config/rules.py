@@ -917,6 +917,7 @@ _PARALLEL_RULES = (
             "parallel.sync_each_microbatch",
             "parallel.reshard_after_forward",
             "parallel.sequence_parts",
+            "parallel.dp_shard",
             "parallel.dp_replicate",
             "parallel.cp",
             "parallel.ep",

@@ -20,14 +20,15 @@ from ms_zero.graph.places import load_function
 
 def main() -> None:
     """Serve jobs until standard input ends."""
+    owner = os.getppid()
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what builders print is no report
     for line in sys.stdin:
         job = json.loads(line)
-        print(json.dumps(_serve(job)), file=reports, flush=True)
+        print(json.dumps(_serve(job, owner)), file=reports, flush=True)
 
 
-def _serve(job: dict[str, Any]) -> dict[str, Any]:
+def _serve(job: dict[str, Any], owner: int) -> dict[str, Any]:
     reason = _compat_frontend.unavailable_reason()
     report = Path(job["folder"], "report")
     messages = Path(job["folder"], "messages")
@@ -44,14 +45,17 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
         finally:
             sys.stderr.flush()
             os._exit(status)
-    return _wait(pid, report, time.monotonic() + job["timeout_s"])
+    return _wait(pid, report, time.monotonic() + job["timeout_s"], owner)
 
 
-def _wait(pid: int, report: Path, deadline: float) -> dict[str, Any]:
+def _wait(pid: int, report: Path, deadline: float, owner: int) -> dict[str, Any]:
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break
+        if os.getppid() != owner:  # it was ended; nobody reads the report
+            os.kill(pid, 9)
+            os._exit(1)
         if time.monotonic() > deadline:
             os.kill(pid, 9)
             os.waitpid(pid, 0)

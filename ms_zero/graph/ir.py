@@ -263,6 +263,10 @@ def _ranks(head: str) -> tuple[int, ...]:
     return tuple(int(rank) for rank in (found or "").split(",") if rank.strip())
 
 
+#: What backward of level 3 scatters says so, where its instance has the name of a sum between tp ranks.
+_LEVEL_3 = 'forward_node_name: "_MicroStepAllGather'
+
+
 def _role(node: _Node, instance: str) -> Role:
     if node.name in ("Send", "Receive"):
         return "pipeline"
@@ -270,7 +274,7 @@ def _role(node: _Node, instance: str) -> Role:
         return "norm"
     if "-_MicroBatch/" in node.scope:
         return "input"
-    if "mirror" in instance or "grad_accumulation_shard_grad" in instance:
+    if "mirror" in instance or "grad_accumulation_shard_grad" in instance or _LEVEL_3 in node.head:
         return "gradient"
     if "parallel_optimizer" in instance:
         return "gradient" if node.name in ("ReduceScatter", "AllReduce") else "weight"

@@ -81,6 +81,10 @@ class Arrangement:
                 raise UserError(f"graph: {name}: expected a tuple of patterns, such as ('layers.*',)")
         if self.zero_stage not in (0, 1, 2, 3):
             raise UserError(f"graph: zero_stage {self.zero_stage}: expected 0 to 3")
+        if self.zero_stage > 0 and self.mesh.dp_replicate > 1 and self.mesh.dp_shard * self.mesh.cp == 1:
+            raise UserError(
+                "graph: replicas of one rank have nothing to shard: set zero_stage to 0, or dp_shard above 1"
+            )
         if self.schedule not in SCHEDULES:
             raise UserError(f"graph: schedule {self.schedule}: expected one of {', '.join(SCHEDULES)}")
         if self.microbatches < 1:

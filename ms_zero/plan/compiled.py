@@ -207,24 +207,28 @@ def _input_bytes(layout: Layout, stage: int) -> float:
 
 
 def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[Weight, bool]]:
-    """Every parameter of a stage on a rank, and whether backward reads it: not where rows are looked up."""
+    """Every parameter of a stage on a rank, and whether level 3 gathers it again for backward.
+
+    It does where several microbatches share the graph, or forward runs again; not where rows are looked up.
+    """
     is_tied = shape.tie_embeddings and layout.pp == 1
+    shared = layout.microbatches > 1
     if stage == 0:
-        yield _table(shape, layout), is_tied
+        yield _table(shape, layout), is_tied and shared
         if shape.learned_positions:
             yield Weight(shape.learned_positions, shape.hidden_size), False
     for chunk in _chunks(layout, stage):
-        for layer, _ in _layers(shape, layout, chunk):
+        for layer, runs_again in _layers(shape, layout, chunk):
             for weight in layer_weights(layer, shape.hidden_size, shape.norm, tp=layout.tp):
-                yield weight, True
+                yield weight, shared or runs_again
             if layer.experts:
                 degrees = {"tp": layout.tp, "ep": layout.ep}
                 for weight in expert_weights(layer.experts, shape.hidden_size, **degrees):
-                    yield weight, True
+                    yield weight, shared or runs_again
     if stage == layout.pp - 1:
-        yield from ((weight, True) for weight in norm_weights(shape.norm, shape.hidden_size))
+        yield from ((weight, shared) for weight in norm_weights(shape.norm, shape.hidden_size))
         if not shape.tie_embeddings:
-            yield _table(shape, layout), True
+            yield _table(shape, layout), shared
 
 
 def _table(shape: ModelShape, layout: Layout) -> Weight:
@@ -248,13 +252,13 @@ def _shards(weight: Weight, layout: Layout) -> int:
     return 1 if weight.rows % shards else shards
 
 
-def _data_bytes(weight: Weight, layout: Layout, backward_reads: bool) -> float:
+def _data_bytes(weight: Weight, layout: Layout, gathers_again: bool) -> float:
     """Of a parameter and its gradient in a step."""
     holders, shards, count = _holders(weight, layout), _shards(weight, layout), layout.microbatches
     if shards == 1:
         return 2 * (holders - 1) / holders * weight.elements * _FP32
     gathered = _FP32 if weight.is_norm else layout.precision.gathered
-    traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=count > 1 and backward_reads)
+    traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=gathers_again)
     sent = traffic.sent_bytes(weight.elements, shards, 1, weight=gathered, wire=_FP32, kept=_FP32)
     replicas, summed = holders // shards, weight.elements / (shards if count > 1 else 1)
     return sent + 2 * (replicas - 1) / replicas * summed * _FP32

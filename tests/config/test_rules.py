@@ -460,6 +460,22 @@ CASES = [
     ),
     (
         "MZ078",
+        "parallel.zero_stage",
+        [*AUTO_PARALLEL, "parallel.dp_shard=1", "parallel.dp_replicate=2", "parallel.zero_stage=1"],
+        [*ON_910B2, "parallel.dp_shard=1", "parallel.dp_replicate=2", "parallel.zero_stage=1"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
+        "memory.recompute",
+        [*AUTO_PARALLEL, "parallel.zero_stage=3", "train.accumulation_steps=2", "memory.recompute=full"],
+        [*ON_910B2, "parallel.zero_stage=3", "train.accumulation_steps=2", "memory.recompute=full"],
+        2,
+        GPT,
+    ),
+    (
+        "MZ078",
         "parallel.stage_layers",
         [*AUTO_PARALLEL, *PARTS_OF_SEQUENCES, "parallel.stage_layers=[0, 4]"],
         [*ON_910B2, "parallel.pp=2", "parallel.stage_layers=[0, 4]"],

@@ -125,6 +125,7 @@ def test_strategies_that_do_not_fit_are_refused(strategies, message):
         ({"blocks": "model.layers.*"}, "expected a tuple of patterns"),
         ({"schedule": "zb-h1"}, "expected one of gpipe, 1f1b, interleaved"),
         ({"zero_stage": 4}, "expected 0 to 3"),
+        ({"zero_stage": 1, "mesh": Mesh(dp_replicate=2)}, "nothing to shard"),
         ({"microbatches": 0}, "expected at least 1"),
         ({"mesh": Mesh(pp=2), "propagate": True}, "not in a pipeline"),
         ({"propagate": True, "zero_stage": 2, "microbatches": 2}, "use zero_stage 1, one microbatch"),
