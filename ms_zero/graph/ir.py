@@ -263,8 +263,8 @@ def _ranks(head: str) -> tuple[int, ...]:
     return tuple(int(rank) for rank in (found or "").split(",") if rank.strip())
 
 
-#: What backward of level 3 scatters says so, where its instance has the name of a sum between tp ranks.
-_LEVEL_3 = 'forward_node_name: "_MicroStepAllGather'
+#: Backward of a gathered weight, where its instance has the name of a sum between tp ranks.
+_OF_WEIGHT = re.compile(r'forward_node_name: "\w*AllGather\w*".*mirror_user_id')
 
 
 def _role(node: _Node, instance: str) -> Role:
@@ -274,7 +274,7 @@ def _role(node: _Node, instance: str) -> Role:
         return "norm"
     if "-_MicroBatch/" in node.scope:
         return "input"
-    if "mirror" in instance or "grad_accumulation_shard_grad" in instance or _LEVEL_3 in node.head:
+    if "mirror" in instance or "grad_accumulation_shard_grad" in instance or _OF_WEIGHT.search(node.head):
         return "gradient"
     if "parallel_optimizer" in instance:
         return "gradient" if node.name in ("ReduceScatter", "AllReduce") else "weight"

@@ -260,7 +260,8 @@ def _data_bytes(weight: Weight, layout: Layout, gathers_again: bool) -> float:
     gathered = _FP32 if weight.is_norm else layout.precision.gathered
     traffic = hsdp_traffic(layout.hsdp_level, count, gathers_again=gathers_again)
     sent = traffic.sent_bytes(weight.elements, shards, 1, weight=gathered, wire=_FP32, kept=_FP32)
-    replicas, summed = holders // shards, weight.elements / (shards if count > 1 else 1)
+    is_scattered_first = count > 1 or layout.hsdp_level == 3
+    replicas, summed = holders // shards, weight.elements / (shards if is_scattered_first else 1)
     return sent + 2 * (replicas - 1) / replicas * summed * _FP32
 
 
