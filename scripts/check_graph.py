@@ -102,6 +102,8 @@ def data_parallel() -> Iterator[Layout]:
     for level in (1, 2, 3):
         replicas = (f"zero_stage={level}", "dp_replicate=2", "dp_shard=2")
         yield small(f"hsdp level {level}, replicas, 2 microbatches", 4, *replicas, k=2)
+    again = ("zero_stage=3", "dp_replicate=2", "dp_shard=2", "memory.recompute=full")
+    yield small("hsdp level 3, gpt, replicas, recompute full", 4, *again, family="gpt")
     odd = ("zero_stage=2", "model.vocab_size=510", "model.tie_embeddings=true")
     yield small("hsdp level 2, gpt, rows that do not divide", 4, *odd, k=2, family="gpt")
 
@@ -114,6 +116,9 @@ def within_a_stage() -> Iterator[Layout]:
     yield small("tp + sp, hsdp level 3, 2 microbatches", 4, *sequence, "zero_stage=3", k=2)
     replicas = ("zero_stage=2", "dp_replicate=2", "dp_shard=2")
     yield small("tp, hsdp level 2, replicas", 8, "tp=2", *replicas)
+    level_3 = (*sequence, "zero_stage=3", *replicas[1:])
+    for k in (1, 2):
+        yield small(f"tp + sp, hsdp level 3, replicas, {k} microbatches", 8, *level_3, k=k, family="gpt")
     for name, extra in (("tp", ("tp=2",)), ("tp + sp", sequence)):
         yield small(f"{name}, gpt", 4, *extra, family="gpt")
         yield small(f"{name}, gpt, odd vocabulary", 4, *extra, "model.vocab_size=511", family="gpt")
