@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ms_zero.config import load_config
-from ms_zero.config.auto_parallel import COMPILED
 from ms_zero.errors import UserError
 from ms_zero.graph.frontend import Case, FrontEndError, FrontEndUnavailable, compile_case
 from ms_zero.graph.report import axis_bytes, held_bytes
 from ms_zero.mesh import AXES, Mesh
 from ms_zero.plan import compiled as plan
-from ms_zero.plan.run import layout_of
+from ms_zero.plan.run import placed_layout
 from ms_zero.plan.shapes import from_config
 
 TOLERANCE = 0.02
@@ -219,10 +218,8 @@ def check(case: Layout) -> Found:
     compiled = compile_case(job, timeout_s=TIMEOUT_S)
     config = load_config(case.run, list(case.overrides), case.size, to_run=False).config
     wrong = [f"deprecated: {line}" for line in compiled.deprecations()]
-    if config.parallel.schedule in COMPILED:  # the planner has no formulas for these
-        return Found(wrong=tuple(wrong))
     mesh = Mesh(**{axis: getattr(config.parallel, axis) for axis in (*AXES, "ep")})
-    model = from_config(config.model), layout_of(config), mesh.coords(case.rank)["pp"]
+    model = from_config(config.model), placed_layout(config), mesh.coords(case.rank)["pp"]
     sent = axis_bytes(compiled.graph, mesh, case.rank)
     held = held_bytes(compiled.graph, compiled.notes["parameters"])
     traffic = compare("sends", sent, plan.stage_bytes(*model), wrong)

@@ -23,7 +23,7 @@ Sums of single numbers (the loss, the norm of the gradient) are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ms_zero.plan.layout import Layout
 from ms_zero.plan.parameters import Weight, expert_weights, layer_weights, norm_weights
@@ -82,8 +82,13 @@ def is_vocabulary_cut(vocab_size: int, tp: int) -> bool:
     return vocab_size % tp == 0
 
 
-def _chunks(layout: Layout, stage: int) -> range:
-    return range(stage, layout.chunks, layout.pp)
+def _chunks(layout: Layout, stage: int) -> Sequence[int]:
+    return layout.on_rank(range(layout.chunks), stage)
+
+
+def _ends(layout: Layout, stage: int) -> tuple[bool, bool]:
+    """Whether a stage has the table of tokens, and whether it has the head."""
+    return stage == layout.rank_of(0), stage == layout.rank_of(layout.chunks - 1)
 
 
 def _layers(shape: ModelShape, layout: Layout, chunk: int) -> Iterator[tuple[LayerShape, bool]]:
@@ -152,7 +157,7 @@ def _end_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
     """Of the table of tokens, the head and the loss, for a microbatch; where tp cuts the vocabulary."""
     if not is_vocabulary_cut(shape.vocab_size, layout.tp):
         return 0.0
-    tokens, is_first, is_last = _tokens(layout), stage == 0, stage == layout.pp - 1
+    tokens, (is_first, is_last) = _tokens(layout), _ends(layout, stage)
     ends = tensor_parallel_ends(tokens, shape.hidden_size, layout.tp) * layout.precision.activation
     # A gather before the head is the other half of the scatter after the table.
     share = (is_first + is_last) / 2 if layout.sequence_parallel else is_first
@@ -183,14 +188,15 @@ def _exchange_bytes(attention: Attention, layout: Layout, degree: int, runs_agai
 
 
 def _pipeline_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
-    """Forward from every chunk but the last, back from every chunk but the first; and a tied table."""
+    """Forward to the next chunk, back to the one before, where it is another rank's; and a tied table."""
     if layout.pp == 1:
         return 0.0
-    borders = sum((chunk > 0) + (chunk < layout.chunks - 1) for chunk in _chunks(layout, stage))
+    others = [layout.rank_of(chunk) != stage for chunk in range(layout.chunks)]
+    borders = sum(sum(others[max(chunk - 1, 0) : chunk + 2]) for chunk in _chunks(layout, stage))
     split = layout.tp if layout.sequence_parallel else 1
     width = layout.precision.activation
     sent = borders * layout.microbatches * width * pipeline(_tokens(layout), shape.hidden_size, split)
-    if shape.tie_embeddings and stage in (0, layout.pp - 1):  # the table goes, its gradient comes back
+    if shape.tie_embeddings and sum(_ends(layout, stage)) == 1:  # the table goes, its gradient comes back
         sent += layout.microbatches * width * _table(shape, layout).elements
     return sent
 
@@ -198,7 +204,7 @@ def _pipeline_bytes(shape: ModelShape, layout: Layout, stage: int) -> float:
 def _input_bytes(layout: Layout, stage: int) -> float:
     if layout.pp == 1 and layout.microbatches == 1:
         return 0.0
-    inputs = (stage == 0) + (stage == layout.pp - 1)
+    inputs = sum(_ends(layout, stage))
     samples = layout.microbatches * layout.micro_batch_size * layout.dp
     return inputs * samples * layout.seq_len * _TOKEN * (layout.dp - 1) / layout.dp
 
@@ -211,9 +217,10 @@ def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[We
 
     It does where several microbatches share the graph, or forward runs again; not where rows are looked up.
     """
-    is_tied = shape.tie_embeddings and layout.pp == 1
+    is_first, is_last = _ends(layout, stage)
+    is_tied = shape.tie_embeddings and is_first and is_last
     shared = layout.microbatches > 1
-    if stage == 0:
+    if is_first:
         yield _table(shape, layout), is_tied and shared
         if shape.learned_positions:
             yield Weight(shape.learned_positions, shape.hidden_size), False
@@ -225,7 +232,7 @@ def _weights(shape: ModelShape, layout: Layout, stage: int) -> Iterator[tuple[We
                 degrees = {"tp": layout.tp, "ep": layout.ep}
                 for weight in expert_weights(layer.experts, shape.hidden_size, **degrees):
                     yield weight, shared or runs_again
-    if stage == layout.pp - 1:
+    if is_last:
         yield from ((weight, shared) for weight in norm_weights(shape.norm, shape.hidden_size))
         if not shape.tie_embeddings:
             yield _table(shape, layout), shared

@@ -10,7 +10,7 @@ from ms_zero.config.auto_parallel import COMPILED
 from ms_zero.errors import UserError
 from ms_zero.hardware import load_device
 from ms_zero.pipeline.balance import balance
-from ms_zero.pipeline.schedule import is_file, read_csv
+from ms_zero.pipeline.schedule import Schedule, is_file, read_csv
 from ms_zero.plan.activations import kernels_of
 from ms_zero.plan.flops import head_flops, layer_flops
 from ms_zero.plan.layout import Layout, Precision, split_layers
@@ -56,6 +56,22 @@ def stage_layers(config: RunConfig, num_stages: int) -> tuple[int, ...]:
         return _layers_by_arithmetic(shape, num_stages, config.data.seq_len)
     layout = _layout(config).replace(schedule="1f1b", virtual_stages=1, pp=num_stages, order=None)
     return TimeModel(shape, device, dtype).balanced_layers(layout)
+
+
+def placed_layout(config: RunConfig) -> Layout:
+    """As :func:`layout_of` for bytes sent and held: orders that only MindSpore has are known by their places.
+
+    zb-v puts chunks on the ranks forth and back; seqpipe sends in parts what 1f1b sends.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1 or parallel.schedule not in COMPILED:
+        return layout_of(config)
+    layout = _layout(config).replace(schedule="1f1b")
+    if parallel.schedule == "zb-v":
+        forth = tuple(range(parallel.pp))
+        places = Schedule("zb-v", config.train.accumulation_steps, forth + forth[::-1], ((),) * parallel.pp)
+        layout = layout.replace(order=places)
+    return layout.replace(chunk_layers=stage_layers(config, layout.chunks))
 
 
 def _layers_by_arithmetic(shape: ModelShape, num_stages: int, seq_len: int) -> tuple[int, ...]:
