@@ -341,7 +341,8 @@ def plain_step(comm: Any, shape: Mapping[str, int], recompute: str = "none", pol
     from ms_zero.precision.policy import policy as named_policy
 
     model = build_model(shape)
-    autocast(model, named_policy(policy), "CPU")
+    if policy != "fp32":
+        autocast(model, named_policy(policy), "CPU")
     blocks = model.transformer.h
     if recompute == "full":
         model.transformer.h = nn.CellList([repeated(block) for block in blocks])
